@@ -1,0 +1,1 @@
+"""Infinite Sampling: group rollouts whose size memory does not limit."""

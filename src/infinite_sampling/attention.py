@@ -1,0 +1,365 @@
+"""Attention over a shared prompt and a member's own pages: one function registered with transformers.
+
+In: a layer's query, key and value, and the context of the running forward (`PrefillContext` or
+`DecodeContext`). Out: the layer's attention output; the keys and values are stored on the way.
+It knows the KV pool's layout and nothing of models, policies or sampling.
+
+A decode row attends in segments: its prompt, then each page of its own tokens. Every segment
+gives a partial output and the log-sum-exp of its scores; the partial outputs are then weighted by
+softmax of the log-sum-exps, which is the exact softmax over all keys. A segment is computed from
+the row's query and that segment's keys alone, in shapes that do not depend on the batch: this is
+what keeps a row's bits independent of its batch mates (DESIGN rule 1).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from infinite_sampling.kv_pool import KVPool, PromptKV, padded
+
+IMPLEMENTATION = "infinite_sampling"
+"""The name under which `attention_forward` is registered with transformers."""
+
+_MASKED = float("-inf")
+_running = threading.local()
+
+
+class Context(Protocol):
+    """What a forward pass is attending to."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store key and value (B, Hkv, t, D), attend query (B, Hq, t, D); returns (B, t, Hq, D)."""
+        ...
+
+
+@contextmanager
+def running(context: Context) -> Iterator[None]:
+    """Make `context` the one that the registered attention function serves, in this thread."""
+    _running.context = context
+    try:
+        yield
+    finally:
+        _running.context = None
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in each attention layer (`AttentionInterface`).
+
+    Raises RuntimeError outside of an engine's forward, and for features it does not compute.
+    """
+    context: Context | None = getattr(_running, "context", None)
+    if context is None:
+        raise RuntimeError(
+            f"attention {IMPLEMENTATION!r} runs only inside RolloutEngine; set another attn_implementation"
+        )
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise RuntimeError(f"{type(module).__name__} uses attention sinks or position biases, which are not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window and sliding_window > 0 else None
+    return context.attend(module.layer_idx, query, key, value, float(scale), window, softcap), None
+
+
+class PrefillContext:
+    """One chunk of one prompt: tokens start..start+t-1, after those already in `prompt`."""
+
+    def __init__(self, prompt: PromptKV, start: int, dtype: torch.dtype) -> None:
+        self.prompt, self.start, self.dtype = prompt, start, dtype
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend a chunk (1, Hq, t, D) to the prompt so far."""
+        self.prompt.write(layer, self.start, key.to(self.dtype), value.to(self.dtype))
+        end = self.start + query.shape[2]
+        keys, values = self.prompt.keys_L[layer][:, :, :end], self.prompt.values_L[layer][:, :, :end]
+        mask = self._mask(query.shape[2], end, window, query.device)
+        query = query.to(self.dtype)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(
+                query, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+        else:
+            groups = query.shape[1] // keys.shape[1]
+            if mask is None:
+                mask = torch.ones(end, end, dtype=torch.bool, device=query.device).tril()
+            bias = torch.zeros(mask.shape, dtype=torch.float32, device=query.device).masked_fill_(~mask, _MASKED)
+            out, _ = _attend_plain(
+                query, keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), bias, scale, softcap
+            )
+        return out.transpose(1, 2)
+
+    def _mask(self, num_rows: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+        """(t, end) booleans of what may be seen; None where plain causality of a square says it all."""
+        if self.start == 0 and (window is None or end <= window):
+            return None
+        if window not in self._masks:
+            distance = torch.arange(self.start, end, device=device)[:, None] - torch.arange(end, device=device)
+            self._masks[window] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[window]
+
+
+@dataclass(slots=True)
+class _Masks:
+    """What one attention window hides: additive masks inside segments, and whole segments."""
+
+    pages: Tensor
+    """(E, 1, 1, K) for the page entries."""
+    prompts: list[Tensor | None]
+    """(r, T) for the rows of each prompt; None hides nothing."""
+    hidden_RJ: Tensor
+    """(R, J, 1) segments that a row does not see at all."""
+
+
+class DecodeContext:
+    """One forward of R rows, each the token at `local_R[r]` of the member in `slots_R[r]`.
+
+    The last rows may be padding: from `num_real` on they repeat row 0 and store nothing. A slot
+    may bring several rows (recomputation, drafts); each sees the keys up to its own token.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        slots_R: np.ndarray,
+        local_R: np.ndarray,
+        num_real: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.pool, self.device, self.dtype, self.num_real = pool, device, dtype, num_real
+        self.slots_R, self.local_R = slots_R, local_R
+        pages = pool.pages
+        self._write_pages = self._tensor(pages.table_SJ[slots_R[:num_real], local_R[:num_real] // pages.page_tokens])
+        self._write_offsets = self._tensor(local_R[:num_real] % pages.page_tokens)
+        prompt_R = np.array([pool.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
+        self.prompt_tokens_R = np.array([pool.prompts[int(p)].num_tokens for p in prompt_R], dtype=np.int64)
+        self._plan_pages()
+        self._plan_prompts(prompt_R)
+        self._masks: dict[int | None, _Masks] = {}
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _plan_pages(self) -> None:
+        """Which (page, row) pairs to compute, and for each row where its segments will stand."""
+        pages, slots_R, local_R, num_real = self.pool.pages, self.slots_R, self.local_R, self.num_real
+        ordinals_J = np.arange(int(local_R.max()) // pages.page_tokens + 1)
+        needed_RJ = ordinals_J * pages.page_tokens <= local_R[:, None]
+        page_RJ = pages.table_SJ[slots_R][:, : len(ordinals_J)]
+        num_needed = int(needed_RJ[:num_real].sum())
+        one_row_a_slot = len(np.unique(slots_R[:num_real])) == num_real
+        if one_row_a_slot and num_needed * 2 > pages.num_high:
+            # Every page below num_high once, in place: no keys are copied.
+            row_of_slot = np.zeros(len(pages.table_SJ), dtype=np.int64)
+            row_of_slot[slots_R[:num_real]] = np.arange(num_real)
+            owner_E = pages.slot_of_page[: pages.num_high]
+            self.page_E, row_E = None, np.where(owner_E >= 0, row_of_slot[owner_E], 0)
+            ordinal_E = pages.ordinal_of_page[: pages.num_high]
+            segment_RJ = np.where(needed_RJ, page_RJ, 0)
+        else:
+            row_E, ordinal_E = np.nonzero(needed_RJ[:num_real])
+            self.page_E = self._tensor(page_RJ[row_E, ordinal_E])
+            segment_RJ = np.zeros(needed_RJ.shape, dtype=np.int64)
+            segment_RJ[row_E, ordinal_E] = np.arange(num_needed)
+            segment_RJ[num_real:] = segment_RJ[0]
+        self.row_E, self.start_E = row_E, ordinal_E * pages.page_tokens
+        self._row_E = self._tensor(row_E)
+        self.needed_RJ = needed_RJ
+        self.end_E = np.clip(local_R[row_E] + 1 - self.start_E, 1, pages.page_tokens)
+        self.num_keys = min(-(-int(self.end_E.max()) // 32) * 32, pages.page_tokens)
+        # Segments stand in one tensor: a row's prompt at its own index, then the pages.
+        prompt_R1 = np.arange(len(slots_R))[:, None]
+        self._segment_RJ = self._tensor(np.concatenate([prompt_R1, segment_RJ + len(slots_R)], axis=1))
+
+    def _plan_prompts(self, prompt_R: np.ndarray) -> None:
+        """For each prompt in the batch, its rows (padded to a multiple of 4 by repetition)."""
+        self.prompt_rows: list[tuple[PromptKV, np.ndarray, Tensor | None]] = []
+        for prompt_index in np.unique(prompt_R):
+            rows = np.flatnonzero(prompt_R == prompt_index)
+            whole = len(rows) == len(prompt_R)
+            rows = padded(rows, 4)
+            self.prompt_rows.append((self.pool.prompts[int(prompt_index)], rows, None if whole else self._tensor(rows)))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend rows (R, Hq, 1, D); returns (R, 1, Hq, D)."""
+        real = self.num_real
+        pages = self.pool.pages
+        pages.write(
+            layer,
+            self._write_pages,
+            self._write_offsets,
+            key[:real, :, 0].to(self.dtype),
+            value[:real, :, 0].to(self.dtype),
+        )
+        keys, values = pages.keys_L[layer], pages.values_L[layer]
+        num_rows, num_heads, _, dim = query.shape
+        query = query.to(self.dtype).view(num_rows, keys.shape[1], -1, dim)  # (R, Hkv, Hq/Hkv, D)
+        masks = self._masks_for(window)
+        if self.page_E is None:
+            keys, values = keys[: pages.num_high], values[: pages.num_high]
+        else:
+            keys, values = keys[self.page_E], values[self.page_E]
+        page_out, page_lse = attend_segment(
+            query[self._row_E], keys[:, :, : self.num_keys], values[:, :, : self.num_keys], masks.pages, scale, softcap
+        )
+        prompt_out = page_out.new_empty(num_rows, num_heads, page_out.shape[-1])
+        prompt_lse = page_lse.new_empty(num_rows, num_heads)
+        for (prompt, _, rows), mask in zip(self.prompt_rows, masks.prompts, strict=True):
+            queries = query if rows is None else query[rows]
+            shape = queries.shape
+            if mask is not None:
+                mask = mask.repeat_interleave(shape[2], 0)[None, None]
+            queries = queries.transpose(0, 1).reshape(1, shape[1], -1, dim)  # (1, Hkv, r * Hq/Hkv, D)
+            out, lse = attend_segment(queries, prompt.keys_L[layer], prompt.values_L[layer], mask, scale, softcap)
+            out = out.view(shape[1], shape[0], shape[2], -1).transpose(0, 1).reshape(shape[0], num_heads, -1)
+            lse = lse.view(shape[1], shape[0], shape[2]).transpose(0, 1).reshape(shape[0], num_heads)
+            if rows is None:
+                prompt_out, prompt_lse = out, lse
+            else:
+                prompt_out[rows], prompt_lse[rows] = out, lse
+        merged = merge_segments(
+            torch.cat([prompt_out, page_out.reshape(-1, num_heads, page_out.shape[-1])]),
+            torch.cat([prompt_lse, page_lse.reshape(-1, num_heads)]),
+            self._segment_RJ,
+            masks.hidden_RJ,
+        )
+        return merged.to(self.dtype)[:, None]
+
+    def _masks_for(self, window: int | None) -> _Masks:
+        if window not in self._masks:
+            self._masks[window] = self._build_masks(window)
+        return self._masks[window]
+
+    def _build_masks(self, window: int | None) -> _Masks:
+        position_R = self.prompt_tokens_R + self.local_R
+        offsets_K = np.arange(self.num_keys)
+        first_E = np.zeros_like(self.start_E)
+        hidden_RJ = np.concatenate([np.zeros((len(position_R), 1), bool), ~self.needed_RJ], axis=1)
+        prompt_masks: list[np.ndarray | None] = [None] * len(self.prompt_rows)
+        if window is not None:
+            # Key at own index i is seen by the row at own index l if l - i < window.
+            first_E = np.maximum(self.local_R[self.row_E] - window + 1 - self.start_E, 0)
+            first_E = np.where(first_E >= self.end_E, 0, first_E)  # wholly out of sight: hidden below
+            page_end_J = np.arange(1, self.needed_RJ.shape[1] + 1) * self.pool.pages.page_tokens
+            hidden_RJ[:, 1:] |= page_end_J <= self.local_R[:, None] - window + 1
+            hidden_RJ[:, 0] = position_R - (self.prompt_tokens_R - 1) >= window
+            for i, (prompt, rows, _) in enumerate(self.prompt_rows):
+                if prompt.num_tokens + self.pool.pages.max_pages * self.pool.pages.page_tokens > window:
+                    seen = np.arange(prompt.num_tokens) > (position_R[rows] - window)[:, None]
+                    seen |= ~seen.any(axis=1, keepdims=True)
+                    prompt_masks[i] = seen
+        seen_E = (offsets_K < self.end_E[:, None]) & (offsets_K >= first_E[:, None])
+        return _Masks(
+            pages=self._bias(seen_E)[:, None, None, :],
+            prompts=[None if m is None else self._bias(m) for m in prompt_masks],
+            hidden_RJ=self._tensor(hidden_RJ)[:, :, None],
+        )
+
+    def _bias(self, seen: np.ndarray) -> Tensor:
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~self._tensor(seen), _MASKED)
+
+
+def attend_segment(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of query (B, H, M, D) to keys and values (B, H, T, D), with the scores' log-sum-exp.
+
+    `bias` is added to the scaled scores, broadcast from (B or 1, 1, M or 1, T). Returns
+    ((B, H, M, D), (B, H, M) float32).
+    """
+    if _has_cpu_kernel(query, values) and softcap is None:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, False, attn_mask=bias, scale=scale
+        )
+        return out, lse
+    return _attend_plain(query, keys, values, bias, scale, softcap)
+
+
+def _has_cpu_kernel(query: Tensor, values: Tensor) -> bool:
+    """PyTorch's own flash kernel for the CPU takes equal head sizes and returns the log-sum-exp."""
+    return (
+        query.device.type == "cpu"
+        and query.shape[-1] == values.shape[-1]
+        and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    )
+
+
+def _attend_plain(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    out = torch.matmul((weights / total).to(values.dtype), values)
+    return out, (largest + torch.log(total)).squeeze(-1)
+
+
+def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: Tensor) -> Tensor:
+    """Join partial attentions exactly: out_N (N, H, D) weighted by softmax of lse_N (N, H).
+
+    Row r takes segments segment_RJ[r], less those where hidden_RJ (R, J, 1) is true. Returns
+    (R, H, D) float32. Source: the online softmax (Milakov and Gimelshein 2018).
+    """
+    lse = lse_N[segment_RJ].masked_fill_(hidden_RJ, _MASKED)  # (R, J, H)
+    weights = torch.exp(lse - lse.amax(1, keepdim=True))
+    weights = weights / weights.sum(1, keepdim=True)
+    return (out_N[segment_RJ].float() * weights[..., None]).sum(1)
+
+
+def register() -> None:
+    """Make `attention_forward` known to transformers under `IMPLEMENTATION`; harmless twice."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)

@@ -1,0 +1,220 @@
+"""The only file that calls a Hugging Face model: prefill of prompts and forward of decode rows.
+
+In: token ids, slots and positions. Out: float32 logits; keys and values go to the KV pool. It
+knows nothing of sampling, policies or completions. Inside `attached` the model is switched to the
+engine's attention and linear layers, and put back exactly on the way out, also after an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infinite_sampling import attention, linear
+from infinite_sampling.attention import DecodeContext, PrefillContext
+from infinite_sampling.config import ConfigError, RolloutConfig
+from infinite_sampling.kv_pool import KVPool, PromptKV, pad_rows
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PROBE_PROMPT_TOKENS = 9
+_PROBE_STEPS = 3
+_MAX_PROBE_ROWS = 64
+
+
+class UnsupportedModelError(ConfigError):
+    """A model that the engine cannot decode exactly; says which and why."""
+
+
+class ModelRunner:
+    """Runs one causal language model over a `KVPool`.
+
+    Args:
+        model: a transformers causal LM, or a PEFT model around one (decoded with its adapter).
+        config: `dtype` and `prefill_chunk_tokens` are used.
+
+    Raises UnsupportedModelError for a model that does not qualify.
+    """
+
+    def __init__(self, model: nn.Module, config: RolloutConfig) -> None:
+        if reason := unsupported_reason(model):
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded by the engine: {reason}")
+        self.model = base_model(model)
+        self.text_config = self.model.config.get_text_config()
+        self.device = self.model.get_input_embeddings().weight.device
+        self.dtype = compute_dtype(self.model, config.dtype)
+        self.prefill_chunk_tokens = config.prefill_chunk_tokens
+        self.copied_weight_bytes = 0
+        # The class's own forward: an instance may carry accelerate's autocast wrapper.
+        self._forward = functools.partial(type(self.model).forward, self.model)
+        self._keep_kwarg = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
+        self._deterministic: dict[int, bool] = {}
+        attention.register()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: token ids must be below it."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens of prompt and completion that the model's positions allow; None if unknown."""
+        limits = [getattr(self.text_config, "max_position_embeddings", None), _rope_limit(self.text_config)]
+        return min((limit for limit in limits if limit), default=None)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Switch the model to decoding; every touched attribute is put back on exit."""
+        configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values()
+        training = [module for module in self.model.modules() if module.training]
+        implementations = [(config, config._attn_implementation) for config in configs]
+        with ExitStack() as stack:
+            stack.callback(_restore, training, implementations)
+            self.model.eval()
+            for config in configs:
+                config._attn_implementation = attention.IMPLEMENTATION
+            head = self.model.get_output_embeddings()
+            self.copied_weight_bytes = stack.enter_context(linear.compute_in(self.model, self.dtype, head))
+            yield
+
+    @torch.inference_mode()
+    def prefill(self, prompt_ids: Sequence[int]) -> tuple[PromptKV, Tensor]:
+        """Run a prompt once; returns its KV and the logits (V,) that follow its last token.
+
+        The prompt is cut in chunks of `prefill_chunk_tokens`: a long one needs no more activation
+        memory than one chunk, and the cut depends on nothing but the prompt.
+        """
+        prompt = PromptKV(len(prompt_ids))
+        logits = torch.empty(0)
+        for start in range(0, len(prompt_ids), self.prefill_chunk_tokens):
+            chunk = prompt_ids[start : start + self.prefill_chunk_tokens]
+            ids = torch.tensor([list(chunk)], device=self.device)
+            positions = torch.arange(start, start + len(chunk), device=self.device)[None]
+            with attention.running(PrefillContext(prompt, start, self.dtype)):
+                logits = self._logits(ids, positions)
+        if len(prompt.keys_L) != self.text_config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot be decoded by the engine: {self.text_config.num_hidden_layers} "
+                f"layers, but only {len(prompt.keys_L)} keep keys and values through the attention interface"
+            )
+        return prompt, logits[0]
+
+    @torch.inference_mode()
+    def forward(self, pool: KVPool, tokens_R: Sequence[int], slots_R: Sequence[int], local_R: Sequence[int]) -> Tensor:
+        """Run one token a row: row r is token `local_R[r]` (from 0) of the member in `slots_R[r]`.
+
+        The one entry for all KV after the prompt; a slot may bring several rows, in order. Rows are
+        padded to a multiple of 4. Returns logits (R, V) float32.
+        """
+        num_real, num_rows = len(tokens_R), pad_rows(len(tokens_R))
+        tokens, slots, local = (
+            np.concatenate([array, np.full(num_rows - num_real, array[0], dtype=np.int64)])
+            for array in (np.asarray(values, dtype=np.int64) for values in (tokens_R, slots_R, local_R))
+        )
+        for slot, length in zip(slots[:num_real], local[:num_real], strict=True):
+            pool.pages.ensure(int(slot), int(length) + 1)
+        context = DecodeContext(pool, slots, local, num_real, self.device, self.dtype)
+        positions = torch.from_numpy(context.prompt_tokens_R + local).to(self.device)
+        with attention.running(context):
+            return self._logits(torch.from_numpy(tokens).to(self.device)[:, None], positions[:, None])[:num_real]
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits (B, V) of the last token of ids (B, t)."""
+        keep: dict[str, Any] = {"logits_to_keep": 1} if self._keep_kwarg else {}
+        with torch.autocast(self.device.type, enabled=False):
+            out = self._forward(input_ids=ids, position_ids=positions, use_cache=False, **keep)
+        return out.logits[:, -1].float()
+
+    def is_deterministic(self, num_slots: int) -> bool:
+        """Whether a row's logits have the same bits in a batch of 4 as in one of `num_slots` rows.
+
+        Measured once for each padded number of rows on a made-up prompt (call inside `attached`).
+        """
+        num_rows = min(pad_rows(num_slots), _MAX_PROBE_ROWS)
+        if num_rows not in self._deterministic:
+            alone, together = self._probe([3, 1, 0, 2]), self._probe(list(range(max(num_rows, 8))))
+            self._deterministic[num_rows] = torch.equal(alone, together[:, [3, 1, 0, 2]])
+        return self._deterministic[num_rows]
+
+    def _probe(self, members: list[int]) -> Tensor:
+        """Logits (steps, members, V) of a few forwards in which member m reads its own tokens."""
+        pool = KVPool(len(members), _PROBE_STEPS + 1)
+        prompt_ids = [(i * 7919 + 11) % self.vocab_size for i in range(_PROBE_PROMPT_TOKENS)]
+        pool.prompts[0], _ = self.prefill(prompt_ids)
+        slots = list(range(len(members)))
+        for slot in slots:
+            pool.admit(slot, 0)
+        logits = []
+        for step in range(_PROBE_STEPS):
+            tokens = [(m * 104729 + step * 1299709 + 5) % self.vocab_size for m in members]
+            logits.append(self.forward(pool, tokens, slots, [step] * len(slots)))
+        return torch.stack(logits)
+
+
+def base_model(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper (its layers keep their adapters), else itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def compute_dtype(model: nn.Module, name: str) -> torch.dtype:
+    """The dtype decoding computes in: `auto` and `weights` take the weights' own."""
+    if name in ("auto", "weights"):
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def unsupported_reason(model: nn.Module) -> str | None:
+    """Why the engine cannot decode `model`, or None if it can."""
+    peft_configs = getattr(model, "peft_config", None) or {}
+    if isinstance(peft_configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in peft_configs.values()):
+        return "prompt-learning adapters prepend virtual tokens; use LoRA or another adapter inside the layers"
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return "it is not a transformers model"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            return f"it is multimodal ({part})"
+    text = config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        return f"it has layers of type {', '.join(sorted(unknown))}; only full and sliding attention are supported"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "some of its layers share the keys of others (num_kv_shared_layers)"
+    if getattr(text, "use_bidirectional_attention", False):
+        return "its attention is bidirectional"
+    if getattr(base, "get_output_embeddings", lambda: None)() is None:
+        return "it has no language-model head"
+    if not getattr(base, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
+    return None
+
+
+def _rope_limit(text_config: Any) -> int | None:
+    """Positions below which a longrope or dynamic RoPE does not depend on the batch's longest row."""
+    parameters = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for rope in kinds:
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(text_config, "original_max_position_embeddings", None)
+            return int(original or text_config.max_position_embeddings)
+    return None
+
+
+def _restore(training: list[nn.Module], implementations: list[tuple[Any, str]]) -> None:
+    for config, implementation in implementations:
+        config._attn_implementation = implementation
+    for module in training:
+        module.training = True

@@ -101,6 +101,7 @@ class MemberPages:
         self.num_pages_S[slot] = 0
         self._lower_high()
 
+    @torch.no_grad()
     def compact(self) -> None:
         """Move the highest pages into holes, where too many holes lie between pages in use."""
         while self.num_high - self.num_used > _COMPACT_ABOVE * self.num_high:

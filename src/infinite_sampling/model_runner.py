@@ -83,7 +83,7 @@ class ModelRunner:
             self.copied_weight_bytes = stack.enter_context(linear.compute_in(self.model, self.dtype, head))
             yield
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(self, prompt_ids: Sequence[int]) -> tuple[PromptKV, Tensor]:
         """Run a prompt once; returns its KV and the logits (V,) that follow its last token.
 
@@ -105,7 +105,7 @@ class ModelRunner:
             )
         return prompt, logits[0]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, pool: KVPool, tokens_R: Sequence[int], slots_R: Sequence[int], local_R: Sequence[int]) -> Tensor:
         """Run one token a row: row r is token `local_R[r]` (from 0) of the member in `slots_R[r]`.
 

@@ -209,9 +209,8 @@ def _gguf_config(gguf: Path) -> PretrainedConfig:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"reading {gguf.name} needs the package gguf: pip install 'infinite-sampling[tasks]'")
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    for leftover in ("quantization_config", "_model_name_or_path"):
-        if hasattr(config, leftover):
-            delattr(config, leftover)
+    if hasattr(config, "_model_name_or_path"):  # the file's own title, no place to load from
+        del config._model_name_or_path
     return config
 
 

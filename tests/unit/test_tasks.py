@@ -236,7 +236,8 @@ def test_verifier_that_hangs_is_stopped(monkeypatch):
     start = time.monotonic()
     assert score(task, reward, [0], ["9**9**9**9"]) == [0.0]
     assert time.monotonic() - start < 5 and reward.num_errors == 1
-    time.sleep(0.4)  # no alarm is left behind
+    assert score(task, reward, [0], [task.dataset["answer"][0]]) == [1.0]
+    time.sleep(0.4)  # an alarm left behind would end the process
 
 
 def test_score_that_is_no_number_is_an_error():
@@ -304,6 +305,8 @@ def test_rows_without_answers_have_no_math_reward(tmp_path):
         reward_for(load_task(write(tmp_path / "a.jsonl", {"prompt": "x"})))
     with pytest.raises(ConfigError, match="row 1 of 'b' has no 'answer'"):
         reward_for(load_task(write(tmp_path / "b.jsonl", {"prompt": "x", "answer": "1"}, {"prompt": "y"})))
+    with pytest.raises(ConfigError, match="row 0 of 'c' has no 'answer'"):  # as GSM8K's, cut short
+        reward_for(load_task(write(tmp_path / "c.jsonl", {"prompt": "x", "answer": "2 + 2 = 4 ####"})))
 
 
 # Rewards of the user

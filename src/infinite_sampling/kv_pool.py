@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAGE_TOKENS = 128
-"""Tokens of a full page. Attention's bits are independent of padding up to 256 keys (measured);
-small pages waste less, large ones cost fewer kernel tasks."""
+from infinite_sampling.memory import member_tokens_reserved, page_tokens_for
 
 _COMPACT_ABOVE = 0.25
 """Share of unused pages below the highest used one that triggers compaction."""
@@ -54,8 +52,8 @@ class MemberPages:
     none, and free and used pages together are all pages.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int, page_tokens: int = PAGE_TOKENS) -> None:
-        self.page_tokens = min(page_tokens, -(-max_tokens // 16) * 16)
+    def __init__(self, num_slots: int, max_tokens: int, page_tokens: int | None = None) -> None:
+        self.page_tokens = page_tokens or page_tokens_for(max_tokens)
         self.max_pages = -(-max_tokens // self.page_tokens)
         self.num_pages = num_slots * self.max_pages
         self.keys_L: dict[int, Tensor] = {}
@@ -144,8 +142,7 @@ class KVPool:
     """All KV of one rollout: the prompts' and the members'. `peak_bytes` is the largest sum seen."""
 
     def __init__(self, num_slots: int, max_new_tokens: int) -> None:
-        # A member's last token is never run through the model, so it needs no KV.
-        self.pages = MemberPages(num_slots, max(max_new_tokens - 1, 1))
+        self.pages = MemberPages(num_slots, member_tokens_reserved(max_new_tokens))
         self.prompts: dict[int, PromptKV] = {}
         self.prompt_of_slot: dict[int, int] = {}
         self.peak_bytes = 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig
 from infinite_sampling.kv_pool import KVPool
 from infinite_sampling.model_runner import ModelRunner, UnsupportedModelError, unsupported_reason
+from infinite_sampling.progress import RolloutProgress, wants_progress
 from infinite_sampling.prompts import check_prompts, group_prompts
 from infinite_sampling.sampling import SampledTokens, Sampler
 from infinite_sampling.scheduler import Scheduler, lower_bound_steps
@@ -140,7 +141,7 @@ class RolloutEngine:
     def _run(self, loop: _Loop) -> Iterator[Completion]:
         if not loop.groups_P:
             return
-        with loop.clock(), self.runner.attached():
+        with loop.clock(), self.runner.attached(), loop.progress_bar(self.config.progress):
             try:
                 loop.begin()
                 while not loop.scheduler.done:
@@ -196,6 +197,23 @@ class _Loop:
             num_prompts=len(groups_P),
             num_members=sum(sizes_P),
         )
+
+    @contextmanager
+    def progress_bar(self, asked: bool) -> Iterator[None]:
+        """Show a bar while the rollout runs, where asked for and on a terminal."""
+        if not wants_progress(asked):
+            yield
+            return
+        observer = self.on_event
+        with RolloutProgress(self.stats.num_members) as bar:
+
+            def both(event: SlotEvent) -> None:
+                bar(event)
+                if observer:
+                    observer(event)
+
+            self.on_event = both
+            yield
 
     def begin(self) -> None:
         """Measure whether the run is deterministic, and reserve what every step needs."""

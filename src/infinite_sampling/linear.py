@@ -70,7 +70,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
             kernel = make_kernel(module.weight, module.bias, dtype, out_dtype)
             patched.append((module, module.__dict__.get("forward")))
             module.forward = kernel  # type: ignore[method-assign]
-            num_bytes += _copy_bytes(module.weight, dtype)
+            weight = module.weight
+            num_bytes += weight.numel() * copy_bytes_per_weight(weight.device.type, dtype, weight.dtype)
         yield num_bytes
     finally:
         for module, forward in patched:
@@ -80,8 +81,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
                 module.forward = forward  # type: ignore[method-assign]
 
 
-def _copy_bytes(weight: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of the working copy of one weight."""
-    if weight.device.type == "cpu" and has_packing():
-        return weight.numel() * (2 if dtype == torch.bfloat16 and has_native_bfloat16() else 4)
-    return 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
+def copy_bytes_per_weight(device: str, dtype: torch.dtype, weights_dtype: torch.dtype) -> int:
+    """Bytes of the working copy for each weight of a linear layer."""
+    if device == "cpu" and has_packing():
+        return 2 if dtype == torch.bfloat16 and has_native_bfloat16() else 4
+    return 0 if weights_dtype == dtype else dtype.itemsize

@@ -1,0 +1,55 @@
+"""The `infinite-sampling` command.
+
+In: argv. Out: an exit code; 2 with one line on standard error for anything the user can mend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from infinite_sampling import __version__
+from infinite_sampling.config import ConfigError, nearest
+
+COMMANDS = {
+    "train": "GRPO with TRL, its completions sampled by the engine",
+    "rollout": "sample groups of completions as JSONL",
+    "memory": "bytes a rollout needs, before loading any weights",
+}
+
+
+def usage() -> str:
+    """The help of the bare command."""
+    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    head = "usage: infinite-sampling COMMAND [--config FILE.yaml] [flags]"
+    return "\n".join([head, "", *lines, "", "infinite-sampling COMMAND --help documents every flag."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"infinite-sampling {__version__}")
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {argv[0]!r}: {nearest(argv[0], COMMANDS)}")
+        command = importlib.import_module(f"infinite_sampling.commands.{argv[0]}")
+        return int(command.main(argv[1:], f"infinite-sampling {argv[0]}"))
+    except ConfigError as error:
+        print(f"infinite-sampling: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    except KeyboardInterrupt:
+        print("infinite-sampling: interrupted; what had finished is in the run directory", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of `infinite-sampling`, one module each: `train`, `rollout`, `memory`."""

@@ -1,0 +1,163 @@
+"""Command-line flags and YAML keys, generated from dataclasses.
+
+In: argv and a `--config` file in TRL's own format. Out: instances of the dataclasses. Flags
+override the file; an unknown flag or key is a ConfigError that suggests the nearest.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import textwrap
+import time
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import TrlParser
+
+from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig, nearest
+
+
+@dataclass
+class SourceArguments:
+    """Which model, which prompts, which reward."""
+
+    model: str = field(default="smollm2", metadata={"help": "`smollm2`, a local folder or a hub id."})
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the hub."})
+    dataset: str = field(
+        default="chain_sum",
+        metadata={"help": "A reasoning-gym task, a JSONL file (field prompt or question), or a data set of the hub."},
+    )
+    dataset_size: int | None = field(
+        default=None, metadata={"help": "Number of prompts: the first ones of a file or data set (default: all)."}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of a hub data set."})
+    dataset_subset: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    dataset_options: str | None = field(
+        default=None, metadata={"help": "Options of a reasoning-gym task as JSON, e.g. '{\"max_terms\": 3}'."}
+    )
+    dataset_suffix: str | None = field(
+        default=None, metadata={"help": "A line put after each prompt (reasoning-gym: 'Give only the final answer.')."}
+    )
+    prompt_field: str | None = field(default=None, metadata={"help": "The field of a row that holds the prompt."})
+
+    def load_task(self, seed: int) -> Any:
+        """The `Task` these arguments name. Raises ConfigError."""
+        from infinite_sampling.tasks import load_task
+
+        options = self.dataset_options
+        if isinstance(options, str):
+            try:
+                options = json.loads(options)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"dataset_options must be a JSON object, got {options!r}: {error}") from error
+        return load_task(
+            self.dataset,
+            size=self.dataset_size,
+            seed=seed,
+            split=self.dataset_split,
+            subset=self.dataset_subset,
+            options=options,
+            suffix=self.dataset_suffix,
+            prompt_field=self.prompt_field,
+        )
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a config class."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            docs[node.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return docs
+
+
+_FLAG_TYPES: dict[str, Any] = {"eos_token_ids": list[int] | None, "stop": list[str] | None, "kv_budget": str | None}
+_NO_FLAG = {"forced_lengths", "progress"}
+
+
+def flags_of(name: str, cls: type, base: type = object) -> type:
+    """A mutable dataclass with the fields of a config class, documented for a parser."""
+    docs, hints = _field_docs(cls), typing.get_type_hints(cls)
+    fields: list[Any] = [
+        (f.name, _FLAG_TYPES.get(f.name, hints[f.name]), field(default=_flag_default(f), metadata={"help": docs[f.name]}))
+        for f in dataclasses.fields(cls)
+        if f.name not in _NO_FLAG
+    ]
+    return dataclasses.make_dataclass(name, fields, bases=(base,))
+
+
+def _flag_default(f: Any) -> Any:
+    return None if f.name in _FLAG_TYPES else f.default
+
+
+SamplingArguments = flags_of("SamplingArguments", SamplingConfig)
+EngineArguments = flags_of("EngineArguments", RolloutConfig)
+
+
+def to_config(arguments: Any, cls: type, **changes: Any) -> Any:
+    """The validated config of parsed flags. Raises ConfigError."""
+    values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(arguments)}
+    if "stop" in values and values["stop"] is None:
+        values["stop"] = ()
+    return cls(**{**values, **changes})
+
+
+def parse(dataclasses_: Sequence[type], argv: Sequence[str], program: str, description: str) -> tuple[Any, ...]:
+    """Instances of the dataclasses from flags over `--config`.
+
+    Raises ConfigError for an unknown flag or key, a missing or broken file.
+    """
+    parser = TrlParser(list(dataclasses_), prog=program, description=description, allow_abbrev=False)
+    known = {option for action in parser._actions for option in action.option_strings}
+    for argument in argv:
+        flag = argument.split("=", 1)[0]
+        if flag.startswith("--") and flag not in known | {"--config"}:
+            raise ConfigError(f"unknown flag {flag}: {nearest(flag, known)}")
+    if "--config" in argv:
+        index = list(argv).index("--config") + 1
+        if index >= len(argv):
+            raise ConfigError("--config needs a YAML file")
+        _check_yaml(Path(argv[index]), {action.dest for action in parser._actions})
+    parsed = tuple(parser.parse_args_and_config(argv))
+    quiet_libraries()
+    return parsed
+
+
+def _check_yaml(path: Path, known: Iterable[str]) -> None:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+    for key in values:
+        if key != "env" and key not in set(known):
+            raise ConfigError(f"{path}: unknown key {key!r}: {nearest(str(key), known)}")
+
+
+def quiet_libraries() -> None:
+    """No bars of other libraries where standard error is not a terminal."""
+    if not sys.stderr.isatty():
+        import datasets
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+
+
+def default_output_folder(command: str) -> str:
+    """A new folder below `runs`, named by the time."""
+    return os.path.join("runs", time.strftime(f"{command}-%Y%m%d-%H%M%S"))

@@ -1,0 +1,93 @@
+"""`infinite-sampling rollout`: groups of completions as JSONL, a summary on standard error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from infinite_sampling.commands.arguments import (
+    EngineArguments,
+    SamplingArguments,
+    SourceArguments,
+    default_output_folder,
+    parse,
+    to_config,
+)
+from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig
+
+DESCRIPTION = "Sample groups of completions; JSONL on standard output, a run directory on disk."
+
+
+@dataclass
+class RolloutArguments:
+    """Flags of the command beside those of model, sampling and engine."""
+
+    num_generations: int = field(default=8, metadata={"help": "Group size G: completions of each prompt."})
+    output_dir: str | None = field(default=None, metadata={"help": "The run directory; default: a new one below runs/."})
+    weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are loaded in."})
+    device: str | None = field(default=None, metadata={"help": "Device of the model; default: CUDA where there is one."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    no_progress: bool = field(default=False, metadata={"help": "No progress bar on a terminal."})
+    json: bool = field(default=False, metadata={"help": "Instead of completions, one JSON object of statistics."})
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """Run the command; returns the exit code. Raises ConfigError."""
+    kinds = [RolloutArguments, SourceArguments, SamplingArguments, EngineArguments]
+    arguments, source, sampling_flags, engine_flags = parse(kinds, argv, program, DESCRIPTION)
+    sampling = to_config(sampling_flags, SamplingConfig)
+    config = to_config(engine_flags, RolloutConfig, progress=not arguments.no_progress)
+    task = source.load_task(sampling.seed)
+
+    from infinite_sampling.engine import RolloutEngine, SlotEvent
+    from infinite_sampling.progress import format_stats
+    from infinite_sampling.prompts import encode_prompts
+    from infinite_sampling.run_directory import RunDirectory, completion_record
+
+    model, tokenizer = load(source, arguments)
+    prompt_ids = encode_prompts(list(task.dataset["prompt"]), tokenizer)
+    engine = RolloutEngine(model, tokenizer, config)
+    settings = [dataclasses.asdict(part) for part in (arguments, source, sampling, config)]
+    with ExitStack() as stack:
+        directory = stack.enter_context(
+            RunDirectory(
+                arguments.output_dir or default_output_folder("rollout"),
+                command="rollout",
+                config={key: value for part in settings for key, value in part.items()},
+                seed=sampling.seed,
+                decode=tokenizer.decode,
+            )
+        )
+
+        def on_event(event: SlotEvent) -> None:
+            directory.event(event)
+            if event.completion is not None and not arguments.json:
+                print(json.dumps(completion_record(event.completion, tokenizer.decode), ensure_ascii=False), flush=True)
+
+        rollout = engine.rollout(prompt_ids, arguments.num_generations, sampling, on_event=on_event)
+        directory.append("metrics", rollout.stats.to_dict())
+    print(f"{format_stats(rollout.stats)}\nrun directory: {directory.path}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({**rollout.stats.to_dict(), "run_directory": str(directory.path)}))
+    return 0
+
+
+def load(source: SourceArguments, arguments: Any) -> tuple[Any, Any]:
+    """The model on its device, and its tokenizer. Raises ConfigError."""
+    import torch
+
+    from infinite_sampling.models import load_model, load_tokenizer
+
+    options = {"revision": source.model_revision, "trust_remote_code": arguments.trust_remote_code}
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}; expected for example cpu, cuda, cuda:0, mps") from error
+    tokenizer = load_tokenizer(source.model, **options)
+    return load_model(source.model, dtype=arguments.weights_dtype, device=device, **options), tokenizer

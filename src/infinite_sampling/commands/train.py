@@ -1,0 +1,215 @@
+"""`infinite-sampling train`: GRPO with TRL on a task with a verifier, sampled by the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PrinterCallback, TrainerCallback
+
+from infinite_sampling.commands.arguments import SourceArguments, default_output_folder, parse
+from infinite_sampling.config import ConfigError
+from infinite_sampling.engine import SlotEvent
+from infinite_sampling.memory import format_bytes
+from infinite_sampling.models import load_model, load_tokenizer
+from infinite_sampling.prompts import check_prompts, encode_prompts
+from infinite_sampling.run_directory import RunDirectory
+from infinite_sampling.tasks import reward_for
+from infinite_sampling.trl import InfiniteGRPOConfig, InfiniteGRPOTrainer
+
+DESCRIPTION = "Train with GRPO: TRL's trainer and settings, completions from the engine."
+
+
+@dataclass
+class TrainConfig(InfiniteGRPOConfig):
+    """TRL's and the engine's settings; the output folder defaults to a new one below runs/."""
+
+    output_dir: str | None = field(
+        default=None, metadata={"help": "Run directory and checkpoints; default: a new one below runs/."}
+    )
+
+    def __post_init__(self) -> None:
+        self.output_dir = self.output_dir or default_output_folder("train")
+        super().__post_init__()
+
+
+@dataclass
+class TrainArguments:
+    """Flags of the command beside those of model, data and TRL."""
+
+    reward: str | None = field(
+        default=None,
+        metadata={"help": "`math` (math-verify) or module:function; default: the task's own verifier."},
+    )
+    weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are loaded and trained in."})
+    lora_r: int = field(default=0, metadata={"help": "Rank of a LoRA adapter on all linear layers; 0 trains all weights."})
+    eval_size: int = field(default=0, metadata={"help": "Hold this many prompts out, for TRL's evaluation settings."})
+    no_progress: bool = field(default=False, metadata={"help": "No progress bar on a terminal."})
+    json: bool = field(default=False, metadata={"help": "End standard output with one JSON object."})
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """Run the command; returns the exit code. Raises ConfigError."""
+    kinds = [TrainArguments, SourceArguments, TrainConfig]
+    arguments, source, config = parse(kinds, argv, program, DESCRIPTION)
+    _settle(arguments, config)
+    task = source.load_task(config.seed)
+    reward = reward_for(task, arguments.reward)
+    names = {"revision": source.model_revision, "trust_remote_code": config.trust_remote_code}
+    tokenizer = load_tokenizer(source.model, **names)
+    prompt_ids = encode_prompts(list(task.dataset["prompt"]), tokenizer)
+    model = load_model(source.model, dtype=arguments.weights_dtype, **names)
+    check_prompts(
+        prompt_ids,
+        vocab_size=model.config.get_text_config().vocab_size,
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_new_tokens=config.max_completion_length,
+    )
+    settings = {**config.to_dict(), **dataclasses.asdict(arguments), **dataclasses.asdict(source)}
+    train_set, eval_set = _split(task.dataset, arguments.eval_size)
+    with RunDirectory(
+        config.output_dir, command="train", config=settings, seed=config.seed, decode=tokenizer.decode
+    ) as directory:
+        report = TrainReport(directory, _say(arguments.json))
+        trainer = InfiniteGRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=train_set,
+            eval_dataset=eval_set,
+            processing_class=tokenizer,
+            peft_config=_lora(arguments.lora_r),
+            callbacks=[report],
+            event_callback=report.on_event,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        final = os.path.join(config.output_dir, "final")
+        trainer.save_model(final)
+        summary = report.summary(final, getattr(reward, "num_errors", 0))
+        if trainer.is_world_process_zero():
+            report.say(_describe(summary))
+            if arguments.json:
+                print(json.dumps(summary))
+    return 0
+
+
+def _settle(arguments: TrainArguments, config: TrainConfig) -> None:
+    """Settings that belong to this command rather than to TRL's defaults."""
+    config.rollout_progress = not arguments.no_progress
+    config.disable_tqdm = True
+    if config.report_to in (None, "none", [], "all", ["all"]):
+        config.report_to = []
+    if arguments.lora_r < 0:
+        raise ConfigError(f"lora_r must be 0 or more, got {arguments.lora_r}")
+
+
+def _split(dataset: Any, eval_size: int) -> tuple[Any, Any]:
+    if not eval_size:
+        return dataset, None
+    if not 0 < eval_size < len(dataset):
+        raise ConfigError(f"eval_size must leave prompts to train on: got {eval_size} of {len(dataset)}")
+    rest = len(dataset) - eval_size
+    return dataset.select(range(rest)), dataset.select(range(rest, len(dataset)))
+
+
+def _lora(rank: int) -> Any:
+    if not rank:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("lora_r needs the package peft: pip install 'infinite-sampling[peft]'") from error
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _say(as_json: bool) -> Any:
+    """Print for people: to standard error where standard output is for the JSON object."""
+    stream = sys.stderr if as_json else sys.stdout
+    return lambda text: print(text, file=stream, flush=True)
+
+
+class TrainReport(TrainerCallback):
+    """Writes the run directory while training, one line a logged step, and the closing summary."""
+
+    def __init__(self, directory: RunDirectory, say: Any) -> None:
+        self.directory, self.say = directory, say
+        self.logs: list[dict[str, Any]] = []
+        self._begun = time.perf_counter()
+
+    def on_event(self, event: SlotEvent, step: int) -> None:
+        """Take a `SlotEvent` of the rollout before optimizer step `step`."""
+        self.directory.event(event, train_step=step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write a log of the trainer, and say the gist of a training step."""
+        if not state.is_world_process_zero or not logs:
+            return
+        record = {"train_step": state.global_step, "seconds": round(time.perf_counter() - self._begun, 3), **logs}
+        self.directory.append("metrics", record)
+        if "reward" in logs:
+            self.logs.append(record)
+            self.say(_step_line(record, state.max_steps))
+        elif "eval_reward" in logs:
+            self.say(f"evaluation after step {state.global_step}: reward {logs['eval_reward']:.3f}")
+
+    def summary(self, checkpoint: str, num_verifier_errors: int) -> dict[str, Any]:
+        """What the run did, for the closing lines and `--json`."""
+
+        def column(name: str) -> list[float]:
+            return [log[name] for log in self.logs if log.get(name) is not None]
+
+        return {
+            "steps": len(self.logs),
+            "reward_by_step": column("reward"),
+            "mean_length_by_step": column("completions/mean_length"),
+            "tokens_per_second": _mean(column("rollout/tokens_per_second")),
+            "peak_kv_bytes": int(max(column("rollout/peak_kv_bytes"), default=0)),
+            "kv_budget_bytes": None,
+            "running_steps": int(sum(column("rollout/running_steps"))),
+            "lower_bound_steps": int(sum(column("rollout/lower_bound_steps"))),
+            "max_logprob_gap": max(column("rollout/max_logprob_gap"), default=None),
+            "verifier_errors": num_verifier_errors,
+            "wall_seconds": round(time.perf_counter() - self._begun, 1),
+            "checkpoint": checkpoint,
+            "run_directory": str(self.directory.path),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _step_line(log: dict[str, Any], max_steps: int) -> str:
+    parts = [f"step {log['train_step']}/{max_steps}", f"reward {log['reward']:.3f}"]
+    if "completions/mean_length" in log:
+        parts.append(f"length {log['completions/mean_length']:.1f}")
+    if "rollout/tokens_per_second" in log:
+        parts.append(f"{log['rollout/tokens_per_second']:.0f} tok/s")
+        parts.append(f"KV {format_bytes(log['rollout/peak_kv_bytes'])}")
+        parts.append(f"{log['rollout/running_steps']:.0f} running steps")
+    return ", ".join([*parts, f"{log['seconds']:.0f} s"])
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    rewards = " ".join(f"{reward:.3f}" for reward in summary["reward_by_step"])
+    budget = summary["kv_budget_bytes"]
+    lines = [
+        f"reward by step  {rewards or 'none logged'}",
+        f"decoding        {summary['tokens_per_second'] or 0:.0f} tokens/s",
+        f"peak KV         {format_bytes(summary['peak_kv_bytes'])}"
+        + (f" of {format_bytes(budget)}" if budget else " (bounded by the slots)"),
+        f"running steps   {summary['running_steps']} (lower bound {summary['lower_bound_steps']})",
+        f"checkpoint      {summary['checkpoint']}",
+        f"run directory   {summary['run_directory']}",
+        f"time            {summary['wall_seconds']:.0f} s",
+    ]
+    if summary["verifier_errors"]:
+        lines.append(f"verifier raised {summary['verifier_errors']} times (scored 0)")
+    return "\n".join(lines)

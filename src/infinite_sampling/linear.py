@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +61,15 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
 
     Subclasses (quantised layers) keep their own forward. All is put back on exit.
     """
-    patched: list[tuple[nn.Module, Callable[..., Tensor] | None]] = []
+    patched: list[tuple[Any, Kernel | None]] = []
     num_bytes = 0
     try:
         for module in model.modules():
             if type(module) is not nn.Linear or module.weight.is_meta:
                 continue
             out_dtype = torch.float32 if module is output_head else dtype
-            kernel = make_kernel(module.weight, module.bias, dtype, out_dtype)
             patched.append((module, module.__dict__.get("forward")))
-            module.forward = kernel  # type: ignore[method-assign]
+            patched[-1][0].forward = make_kernel(module.weight, module.bias, dtype, out_dtype)
             weight = module.weight
             num_bytes += weight.numel() * copy_bytes_per_weight(weight.device.type, dtype, weight.dtype)
         yield num_bytes
@@ -78,7 +78,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
             if forward is None:
                 del module.forward
             else:
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward
 
 
 def copy_bytes_per_weight(device: str, dtype: torch.dtype, weights_dtype: torch.dtype) -> int:

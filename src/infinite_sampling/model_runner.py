@@ -157,7 +157,7 @@ class ModelRunner:
         return torch.stack(logits)
 
 
-def base_model(model: nn.Module) -> Any:
+def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper (its layers keep their adapters), else itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 

@@ -72,7 +72,9 @@ class RunDirectory:
             return
         where = {"prompt_index": event.member.prompt_index, "member_index": event.member.member_index}
         num_tokens = {} if event.completion is None else {"num_tokens": event.completion.num_tokens}
-        self.append("trace", {**extra, "event": event.kind, "step": event.step, "slot": event.slot, **where, **num_tokens})
+        self.append(
+            "trace", {**extra, "event": event.kind, "step": event.step, "slot": event.slot, **where, **num_tokens}
+        )
         if event.completion is not None:
             self.append("completions", {**extra, **completion_record(event.completion, self.decode)})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.families import FAMILIES, greedy, make_model, prompts
 
+from engine.families import FAMILIES, greedy, make_model, prompts
 from infinite_sampling import RolloutConfig, RolloutEngine, SamplingConfig
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from trl import TrlParser
+from trl.scripts.utils import TrlParser
 
 from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig, nearest
 
@@ -31,7 +31,9 @@ class SourceArguments:
     """Which model, which prompts, which reward."""
 
     model: str = field(default="smollm2", metadata={"help": "`smollm2`, a local folder or a hub id."})
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the hub."})
+    model_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the model on the hub."}
+    )
     dataset: str = field(
         default="chain_sum",
         metadata={"help": "A reasoning-gym task, a JSONL file (field prompt or question), or a data set of the hub."},
@@ -90,7 +92,11 @@ def flags_of(name: str, cls: type, base: type = object) -> type:
     """A mutable dataclass with the fields of a config class, documented for a parser."""
     docs, hints = _field_docs(cls), typing.get_type_hints(cls)
     fields: list[Any] = [
-        (f.name, _FLAG_TYPES.get(f.name, hints[f.name]), field(default=_flag_default(f), metadata={"help": docs[f.name]}))
+        (
+            f.name,
+            _FLAG_TYPES.get(f.name, hints[f.name]),
+            field(default=_flag_default(f), metadata={"help": docs[f.name]}),
+        )
         for f in dataclasses.fields(cls)
         if f.name not in _NO_FLAG
     ]
@@ -113,7 +119,7 @@ def to_config(arguments: Any, cls: type, **changes: Any) -> Any:
     return cls(**{**values, **changes})
 
 
-def parse(dataclasses_: Sequence[type], argv: Sequence[str], program: str, description: str) -> tuple[Any, ...]:
+def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, description: str) -> tuple[Any, ...]:
     """Instances of the dataclasses from flags over `--config`.
 
     Raises ConfigError for an unknown flag or key, a missing or broken file.

@@ -90,10 +90,16 @@ def _table(arguments: MemoryArguments, plan: MemoryPlan) -> str:
         (f"weights ({arguments.weights_dtype})", plan.weight_bytes),
         ("working copy of the linear layers while decoding", plan.working_copy_bytes),
         (f"KV of one token ({arguments.dtype})", plan.kv_bytes_per_token),
-        (f"KV of the prompts ({arguments.num_prompts} x {arguments.prompt_tokens} tokens, each once)", plan.prompt_kv_bytes),
+        (
+            f"KV of the prompts ({arguments.num_prompts} x {arguments.prompt_tokens} tokens, each once)",
+            plan.prompt_kv_bytes,
+        ),
         (f"KV reserved by one slot (up to {arguments.max_new_tokens} tokens)", plan.member_kv_bytes),
         (f"KV of the rollout: prompts and {plan.num_slots} slots", plan.kv_bytes),
-        (f"for comparison, all {arguments.num_generations} x {arguments.num_prompts} members at once", plan.full_kv_bytes),
+        (
+            f"for comparison, all {arguments.num_generations} x {arguments.num_prompts} members at once",
+            plan.full_kv_bytes,
+        ),
         ("total", plan.total_bytes),
     ]
     width = max(len(name) for name, _ in rows)

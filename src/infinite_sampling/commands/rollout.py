@@ -28,9 +28,13 @@ class RolloutArguments:
     """Flags of the command beside those of model, sampling and engine."""
 
     num_generations: int = field(default=8, metadata={"help": "Group size G: completions of each prompt."})
-    output_dir: str | None = field(default=None, metadata={"help": "The run directory; default: a new one below runs/."})
+    output_dir: str | None = field(
+        default=None, metadata={"help": "The run directory; default: a new one below runs/."}
+    )
     weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are loaded in."})
-    device: str | None = field(default=None, metadata={"help": "Device of the model; default: CUDA where there is one."})
+    device: str | None = field(
+        default=None, metadata={"help": "Device of the model; default: CUDA where there is one."}
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     no_progress: bool = field(default=False, metadata={"help": "No progress bar on a terminal."})
     json: bool = field(default=False, metadata={"help": "Instead of completions, one JSON object of statistics."})

@@ -48,7 +48,9 @@ class TrainArguments:
         metadata={"help": "`math` (math-verify) or module:function; default: the task's own verifier."},
     )
     weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are loaded and trained in."})
-    lora_r: int = field(default=0, metadata={"help": "Rank of a LoRA adapter on all linear layers; 0 trains all weights."})
+    lora_r: int = field(
+        default=0, metadata={"help": "Rank of a LoRA adapter on all linear layers; 0 trains all weights."}
+    )
     eval_size: int = field(default=0, metadata={"help": "Hold this many prompts out, for TRL's evaluation settings."})
     no_progress: bool = field(default=False, metadata={"help": "No progress bar on a terminal."})
     json: bool = field(default=False, metadata={"help": "End standard output with one JSON object."})
@@ -74,7 +76,11 @@ def main(argv: Sequence[str], program: str) -> int:
     settings = {**config.to_dict(), **dataclasses.asdict(arguments), **dataclasses.asdict(source)}
     train_set, eval_set = _split(task.dataset, arguments.eval_size)
     with RunDirectory(
-        config.output_dir, command="train", config=settings, seed=config.seed, decode=tokenizer.decode
+        config.output_dir,
+        command="train",
+        config=settings,
+        seed=config.seed,
+        decode=lambda ids: str(tokenizer.decode(ids)),
     ) as directory:
         report = TrainReport(directory, _say(arguments.json))
         trainer = InfiniteGRPOTrainer(

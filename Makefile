@@ -1,4 +1,4 @@
-# Targets: train, test, check, format, peers, clean. PYTHON picks the interpreter for a new .venv.
+# Targets: train, test, test-long, check, format, peers, clean. PYTHON picks the interpreter for a new .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install train test check format peers clean
+.PHONY: help install train test test-long check format peers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train    train SmolLM2 with GRPO on a verified task: the main job"
 	@echo "make test     the whole test suite"
+	@echo "make test-long the tests that take minutes each"
 	@echo "make check    lint, format check, types"
 	@echo "make format   apply the formatter and the safe lint fixes"
 	@echo "make peers    .venv-peers with vLLM, which the benchmarks compare with"
@@ -33,6 +34,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest tests
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest tests -m long -s
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

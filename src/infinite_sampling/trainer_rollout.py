@@ -234,6 +234,8 @@ def fallback_reason(trainer: Any) -> str | None:
         return f"the engine does not know the generation settings {', '.join(unread)}"
     if "generate" in vars(base) or type(base).generate is not _STOCK_GENERATE:
         return f"{type(base).__name__} has a `generate` of its own"
+    if any(name.endswith("sinks") for name, _ in base.named_parameters()):
+        return f"the engine cannot decode {type(base).__name__}: its attention has sinks"
     if reason := unsupported_reason(model):
         return f"the engine cannot decode {type(base).__name__}: {reason}"
     return None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from infinite_sampling.commands.arguments import SourceArguments, default_output_folder, parse
@@ -110,6 +111,7 @@ def _settle(arguments: TrainArguments, config: TrainConfig) -> None:
     """Settings that belong to this command rather than to TRL's defaults."""
     config.rollout_progress = not arguments.no_progress
     config.disable_tqdm = True
+    config.dataloader_pin_memory = config.dataloader_pin_memory and torch.cuda.is_available()
     if config.report_to in (None, "none", [], "all", ["all"]):
         config.report_to = []
     if arguments.lora_r < 0:

@@ -400,6 +400,12 @@ def test_fallback_reasons_known_without_a_model(attributes, reason):
     assert reason in fallback_reason(SimpleNamespace(**attributes))
 
 
+def test_a_model_with_attention_sinks_goes_to_trl(make):
+    trainer = make()
+    trainer.model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert "sinks" in fallback_reason(trainer)
+
+
 def test_images_go_to_trl(make, monkeypatch):
     trainer = make()
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, *args: ("theirs", None))

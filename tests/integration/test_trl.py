@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +182,13 @@ def test_gap_shows_a_difference_between_engine_and_trainer(make, monkeypatch):
     assert logs_of(trainer)[0]["rollout/max_logprob_gap"] == pytest.approx(0.5, abs=1e-3)
 
 
+def test_gap_is_not_measured_against_changed_weights(make):
+    trainer = make(num_iterations=2, max_steps=4)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert ["rollout/max_logprob_gap" in entry for entry in steps] == [True, False, True, False]
+
+
 def test_the_schedule_changes_no_completion(make):
     seen = []
     for settings in ({"rollout_num_slots": 1}, {"rollout_num_slots": 5}, {"rollout_policy": "micro"}):
@@ -241,6 +251,48 @@ def test_evaluation_has_its_own_group_size_and_streams(make):
     without = make()
     without.train()
     assert without.seen == trainer.seen[::2], "evaluating must not move the training streams"
+
+
+WORKER = """
+import json, os, sys
+from datasets import Dataset
+from infinite_sampling.trl import InfiniteGRPOConfig, InfiniteGRPOTrainer
+
+model, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+seen = []
+
+def reward(completion_ids, **kwargs):
+    seen.extend(completion_ids)
+    return [float(i % 3) for i in range(len(completion_ids))]
+
+config = InfiniteGRPOConfig(
+    out, per_device_train_batch_size=batch, gradient_accumulation_steps=2, num_generations=4, max_completion_length=8,
+    max_steps=1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+    model_init_kwargs={"dtype": "float32"}, rollout_num_slots=3,
+)
+prompts = Dataset.from_dict({"prompt": ["one", "two", "three"]})
+trainer = InfiniteGRPOTrainer(model, reward, config, train_dataset=prompts)
+trainer.train()
+log = {"seen": seen, **trainer.state.log_history[0]}
+json.dump(log, open(os.path.join(out, f"rank{trainer.accelerator.process_index}.json"), "w"))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_sample_what_one_samples(model_path, tmp_path):
+    logs = {}
+    for processes, batch in ((1, 6), (2, 3)):  # a group of 4 straddles two processes of 6 rows
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        (folder / "worker.py").write_text(WORKER)
+        command = [sys.executable, *launcher, str(folder / "worker.py"), model_path, str(folder), str(batch)]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        logs[processes] = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    (alone,), both = logs[1], logs[2]
+    assert both[0]["seen"] + both[1]["seen"] == alone["seen"]
+    assert both[0]["rollout/max_logprob_gap"] < 1e-4
+    assert both[0]["completions/mean_length"] == alone["completions/mean_length"]
 
 
 def test_resuming_continues_the_streams(make):

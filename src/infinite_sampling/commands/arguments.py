@@ -122,22 +122,28 @@ def to_config(arguments: Any, cls: type, **changes: Any) -> Any:
 def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, description: str) -> tuple[Any, ...]:
     """Instances of the dataclasses from flags over `--config`.
 
-    Raises ConfigError for an unknown flag or key, a missing or broken file.
+    Raises ConfigError for an unknown flag or key, a missing or broken file, a refused setting.
     """
     parser = TrlParser(list(dataclasses_), prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--config", help="A YAML file of these settings, as TRL's commands take it; flags override it.")
     known = {option for action in parser._actions for option in action.option_strings}
     for argument in argv:
         flag = argument.split("=", 1)[0]
-        if flag.startswith("--") and flag not in known | {"--config"}:
+        if flag.startswith("--") and flag not in known:
             raise ConfigError(f"unknown flag {flag}: {nearest(flag, known)}")
     if "--config" in argv:
         index = list(argv).index("--config") + 1
         if index >= len(argv):
             raise ConfigError("--config needs a YAML file")
         _check_yaml(Path(argv[index]), {action.dest for action in parser._actions})
-    parsed = tuple(parser.parse_args_and_config(argv))
+    try:
+        parsed = tuple(parser.parse_args_and_config(argv))
+    except ConfigError:
+        raise
+    except ValueError as error:  # a setting that TRL or transformers refuses
+        raise ConfigError(" ".join(str(error).split())) from error
     quiet_libraries()
-    return parsed
+    return parsed[: len(dataclasses_)]  # without the namespace that holds --config
 
 
 def _check_yaml(path: Path, known: Iterable[str]) -> None:

@@ -37,6 +37,8 @@ class TrainConfig(InfiniteGRPOConfig):
 
     def __post_init__(self) -> None:
         self.output_dir = self.output_dir or default_output_folder("train")
+        if self.bf16 is None and not torch.cuda.is_available():
+            self.bf16 = False  # TRL's default of bfloat16 is refused, or emulated, without a GPU
         super().__post_init__()
 
 

@@ -196,6 +196,8 @@ def unsupported_reason(model: nn.Module) -> str | None:
         return "its attention is bidirectional"
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         return "it has no language-model head"
+    if any(name.endswith("sinks") for name, _ in base.named_parameters()):
+        return "its attention has sinks"
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention does not go through transformers' attention interface"
     return None

@@ -22,6 +22,7 @@ from trl.models.utils import unwrap_model_for_generation
 from infinite_sampling.config import RolloutConfig, SamplingConfig
 from infinite_sampling.engine import RolloutEngine, SlotEvent, unsupported_reason
 from infinite_sampling.model_runner import base_model
+from infinite_sampling.prompts import group_rows
 from infinite_sampling.types import Completion, RolloutStats
 
 _STOCK_GENERATE = GenerationMixin.generate
@@ -69,19 +70,20 @@ class TrainerSampler:
         """
         group_size = trainer.num_generations if mode_of(trainer) == "train" else trainer.num_generations_eval
         start = trainer.accelerator.process_index * num_local_rows
-        groups = group_rows(prompt_ids, [start + row for row in local_rows], group_size)
+        groups, members = group_rows(prompt_ids, [start + row for row in local_rows], group_size)
         with _live_model(trainer) as model:
             sampling = sampling_config(trainer, model, seed, max_new_tokens)
             rollout = self._engine(trainer, model).rollout(
                 [group.prompt_ids for group in groups],
-                num_generations=[len(group.member_keys) for group in groups],
+                num_generations=[group.num_generations for group in groups],
                 sampling=sampling,
                 prompt_keys=[group.prompt_key for group in groups],
                 member_keys=[group.member_keys for group in groups],
                 on_event=on_event,
             )
         comparable = (sampling.temperature or 1.0) == trainer.temperature
-        return list(rollout), rollout.stats, comparable
+        completions = [rollout.completions[member.prompt_index][member.member_index] for member in members]
+        return completions, rollout.stats, comparable
 
     def _engine(self, trainer: Any, model: Any) -> RolloutEngine:
         if self.engine is None or self.engine.model is not model:
@@ -107,31 +109,6 @@ def _live_model(trainer: Any) -> Iterator[Any]:
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
     ):
         yield model
-
-
-@dataclass
-class RowGroup:
-    """Adjacent rows of one group with one prompt: prefilled once."""
-
-    prompt_ids: Sequence[int]
-    prompt_key: int
-    member_keys: list[int]
-
-
-def group_rows(prompt_ids: Sequence[Sequence[int]], global_rows: Sequence[int], group_size: int) -> list[RowGroup]:
-    """Rows as groups, in order: keys from the global row, prompts shared where they are equal.
-
-    Rows of one group may differ (an environment's observation, a tool turn): then each is a prompt
-    of its own, under the group's key.
-    """
-    groups: list[RowGroup] = []
-    for ids, row in zip(prompt_ids, global_rows, strict=True):
-        prompt_key, member_key = divmod(row, group_size)
-        if groups and groups[-1].prompt_key == prompt_key and list(groups[-1].prompt_ids) == list(ids):
-            groups[-1].member_keys.append(member_key)
-        else:
-            groups.append(RowGroup(ids, prompt_key, [member_key]))
-    return groups
 
 
 @dataclass
@@ -234,8 +211,6 @@ def fallback_reason(trainer: Any) -> str | None:
         return f"the engine does not know the generation settings {', '.join(unread)}"
     if "generate" in vars(base) or type(base).generate is not _STOCK_GENERATE:
         return f"{type(base).__name__} has a `generate` of its own"
-    if any(name.endswith("sinks") for name, _ in base.named_parameters()):
-        return f"the engine cannot decode {type(base).__name__}: its attention has sinks"
     if reason := unsupported_reason(model):
         return f"the engine cannot decode {type(base).__name__}: {reason}"
     return None

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from infinite_sampling.config import ConfigError, RolloutConfig
-from infinite_sampling.trainer_rollout import ToolRows, fallback_reason, group_rows, stream_seed
+from infinite_sampling.trainer_rollout import ToolRows, fallback_reason, stream_seed
 from infinite_sampling.trl import STATE_FILE, InfiniteGRPOConfig, InfiniteGRPOTrainer, make_rollout_func
 
 # transformers announces the renaming of gradient checkpointing whenever TRL uses it.
@@ -386,18 +386,6 @@ def test_tool_turns_keep_the_streams_of_their_rows(make, tokenizer, monkeypatch)
 def test_a_tool_turn_whose_rows_cannot_be_told_uses_positions():
     rows = ToolRows([[1]], [[2]], [[{"role": "assistant", "content": ""}]], 10)
     assert rows.waiting(2) == [0, 1]
-
-
-def test_rows_name_streams_by_their_global_place():
-    a, b = [1, 2], [3]
-    first, second = group_rows([a, a, b], [0, 1, 2], 2), group_rows([b, a, a], [3, 4, 5], 2)
-    assert [(g.prompt_key, g.member_keys) for g in first] == [(0, [0, 1]), (1, [0])]
-    assert [(g.prompt_key, g.member_keys) for g in second] == [(1, [1]), (2, [0, 1])]
-    assert [(g.prompt_key, g.member_keys) for g in group_rows([a, b, a], [0, 1, 2], 3)] == [
-        (0, [0]),
-        (0, [1]),
-        (0, [2]),
-    ]
 
 
 def test_seeds_differ_in_every_part():

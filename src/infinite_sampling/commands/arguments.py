@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 import typing
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,13 +137,13 @@ def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, descri
         if index >= len(argv):
             raise ConfigError("--config needs a YAML file")
         _check_yaml(Path(argv[index]), {action.dest for action in parser._actions})
+    quiet_libraries()
     try:
         parsed = tuple(parser.parse_args_and_config(argv))
     except ConfigError:
         raise
     except ValueError as error:  # a setting that TRL or transformers refuses
         raise ConfigError(" ".join(str(error).split())) from error
-    quiet_libraries()
     return parsed[: len(dataclasses_)]  # without the namespace that holds --config
 
 
@@ -161,7 +162,8 @@ def _check_yaml(path: Path, known: Iterable[str]) -> None:
 
 
 def quiet_libraries() -> None:
-    """No bars of other libraries where standard error is not a terminal."""
+    """No bars of other libraries where standard error is not a terminal, no notes on their own code."""
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing.* is deprecated", FutureWarning)
     if not sys.stderr.isatty():
         import datasets
         import transformers

@@ -18,6 +18,9 @@ from hypothesis import settings
 # Before anything imports transformers: no test waits for a hub, and forked workers stay quiet.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Small models gain nothing from threads, and a barrier between threads costs a time slice for each
+# operation where another process wants the core. Tests that are about threads set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = Path(os.environ.get("INFINITE_SAMPLING_SHARED_DATA", ROOT.parent / "shared" / "data"))

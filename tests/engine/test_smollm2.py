@@ -76,9 +76,18 @@ def compare_schedules(smollm2, dtype: str, num_tokens: int, schedules: list[tupl
     return (len(schedules) + 1) * sum(len(tokens) for tokens, _, _ in reference)
 
 
+@pytest.fixture
+def all_threads():
+    """As many threads as cores, as a user would have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_schedule_changes_no_bit(smollm2, dtype):
+def test_the_schedule_changes_no_bit(smollm2, all_threads, dtype):
     assert compare_schedules(smollm2, dtype, 12, [("micro", 8), ("fixed-slot", 3)], 4) > 900
 
 
@@ -86,7 +95,7 @@ def test_the_schedule_changes_no_bit(smollm2, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_schedule_changes_no_bit_over_20000_tokens(smollm2, dtype):
     schedules = [("micro", 8), *(("fixed-slot", slots) for slots in (1, 3, 8, 32))]
-    compared = compare_schedules(smollm2, dtype, 160, schedules, 3)
+    compared = compare_schedules(smollm2, dtype, 140, schedules, 3)
     print(f"{dtype}: {compared} tokens compared, token ids and log-probabilities bit-identical")
     assert compared >= 20_000
 

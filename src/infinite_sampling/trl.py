@@ -124,6 +124,27 @@ class InfiniteGRPOConfig(GRPOConfig):
         return RolloutConfig(**{name: getattr(self, f"rollout_{name}") for name in names})
 
 
+@dataclass
+class RolloutTotals:
+    """What the rollouts of one mode have come to since the trainer was made, over all processes."""
+
+    running_steps: int = 0
+    """Of the process that took the most, summed over rollouts; lower bounds and seconds alike."""
+    lower_bound_steps: int = 0
+    num_tokens: int = 0
+    """Of all processes."""
+    wall_seconds: float = 0.0
+    peak_kv_bytes: int = 0
+    """The most that any process held at any time."""
+    max_logprob_gap: float | None = None
+    """The largest rollout/max_logprob_gap; None where none was measured."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Sampled tokens of all processes by the time that sampling took; None before any rollout."""
+        return self.num_tokens / self.wall_seconds if self.wall_seconds else None
+
+
 class InfiniteGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer`, its completions sampled by `RolloutEngine` with the live weights.
 
@@ -133,7 +154,9 @@ class InfiniteGRPOTrainer(GRPOTrainer):
             kind `finish` hold the completion, its indices those of the engine's call.
 
     Logs beside TRL's metrics: rollout/peak_kv_bytes, running_steps, lower_bound_steps, occupancy,
-    tokens_per_second (of all processes) and max_logprob_gap.
+    tokens_per_second (of all processes) and max_logprob_gap. TRL logs the mean since its last log;
+    peak_kv_bytes and max_logprob_gap are the largest since then. `rollout_totals` holds the
+    `RolloutTotals` of "train" and "eval", whatever is logged.
 
     Raises ConfigError under FSDP and DeepSpeed ZeRO-3 and for a version of TRL it does not know.
     """
@@ -151,7 +174,8 @@ class InfiniteGRPOTrainer(GRPOTrainer):
         self._rollout_counts = {"train": 0, "eval": 0}
         self._rollout_turns: list[RolloutStats] = []
         self._rollout_logprobs: list[list[float]] | None = None
-        self._rollout_global_step = -1
+        self._rollout_global_step = {"train": -1, "eval": -1}
+        self.rollout_totals = {"train": RolloutTotals(), "eval": RolloutTotals()}
         if not self._falls_back(images=None):
             _refuse_sharding(self)
             sampling_config(self, self.model, seed=0, max_new_tokens=None)  # so that a wrong value fails here
@@ -221,7 +245,7 @@ class InfiniteGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         mode = mode_of(self)
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        self._rollout_global_step = self.state.global_step
+        self._rollout_global_step[mode] = self.state.global_step
         if self._rollout_turns:
             self._log_rollout(mode, self._rollout_turns)
         if self._rollout_logprobs is not None:
@@ -239,18 +263,34 @@ class InfiniteGRPOTrainer(GRPOTrainer):
             "lower_bound_steps": sum(stats.lower_bound_steps for stats in turns),
             "occupancy": sum(stats.occupancy * stats.num_running_steps for stats in turns) / max(steps, 1),
             "tokens_per_second": sum(stats.num_tokens for stats in turns) / max(seconds, 1e-9),
+            "num_tokens": sum(stats.num_tokens for stats in turns),
+            "wall_seconds": seconds,
         }
         values = torch.tensor([list(local.values())], dtype=torch.float64, device=self.accelerator.device)
         gathered = self.accelerator.gather(values)
         reduced = dict(zip(local, gathered.amax(dim=0).tolist(), strict=True))
         reduced["occupancy"] = gathered[:, 3].mean().item()
         reduced["tokens_per_second"] = gathered[:, 4].sum().item()
+        totals = self.rollout_totals[mode]
+        totals.running_steps += int(reduced["running_steps"])
+        totals.lower_bound_steps += int(reduced["lower_bound_steps"])
+        totals.num_tokens += int(gathered[:, 5].sum().item())
+        totals.wall_seconds += reduced["wall_seconds"]
+        totals.peak_kv_bytes = max(totals.peak_kv_bytes, int(reduced["peak_kv_bytes"]))
+        del reduced["num_tokens"], reduced["wall_seconds"]
+        self._keep_largest(mode, "rollout/peak_kv_bytes", reduced.pop("peak_kv_bytes"))
         for name, value in reduced.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
 
+    def _keep_largest(self, mode: str, name: str, value: float) -> None:
+        # TRL logs the mean of the list: keep one entry, the largest since the last log.
+        values = self._metrics[mode][name]
+        values[:] = [max([*values, value])]
+
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        # Only before an optimizer step is the trainer's forward of the weights that were sampled from.
-        fresh = self.state.global_step == self._rollout_global_step and "rollout_logprobs" in inputs
+        # Only before an optimizer step is the trainer's forward of the weights that were sampled from. By mode:
+        # an evaluation between two steps of one batch samples from weights that the batch does not know.
+        fresh = self.state.global_step == self._rollout_global_step[mode_of(self)] and "rollout_logprobs" in inputs
         self._rollout_sources = inputs if fresh else None
         try:
             return super()._compute_loss(model, inputs)
@@ -268,10 +308,10 @@ class InfiniteGRPOTrainer(GRPOTrainer):
         difference = (inputs["rollout_logprobs"] - trainer_logprobs.float()).abs()
         known = inputs["completion_mask"].bool() & ~inputs["rollout_logprobs"].isnan()
         gap = difference[known].max() if known.any() else difference.new_zeros(())
-        mode = mode_of(self)
-        gaps = self._metrics[mode]["rollout/max_logprob_gap"]
-        # TRL logs the mean of the list: keep one entry, the largest since the last log.
-        gaps[:] = [max([*gaps, self.accelerator.gather(gap[None]).max().item()])]
+        mode, value = mode_of(self), self.accelerator.gather(gap[None]).max().item()
+        self._keep_largest(mode, "rollout/max_logprob_gap", value)
+        totals = self.rollout_totals[mode]
+        totals.max_logprob_gap = max(value, totals.max_logprob_gap or 0.0)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

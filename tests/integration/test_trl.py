@@ -11,11 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from infinite_sampling.config import ConfigError, RolloutConfig
@@ -32,44 +29,6 @@ OURS = {
     for name in ("peak_kv_bytes", "running_steps", "lower_bound_steps", "occupancy", "tokens_per_second")
 } | {"rollout/max_logprob_gap"}
 TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    backend.add_tokens([AddedToken(f"<{slash}{name}>") for name in ("tool_call", "think") for slash in ("", "/")])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
-    )
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    return tokenizer
-
-
-@pytest.fixture(scope="session")
-def model_path(tokenizer, tmp_path_factory):
-    """A saved model whose completions end early at random: many tokens are EOS."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *range(40)])
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture
@@ -187,6 +146,28 @@ def test_gap_is_not_measured_against_changed_weights(make):
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert ["rollout/max_logprob_gap" in entry for entry in steps] == [True, False, True, False]
+
+
+def test_gap_after_an_evaluation_is_not_measured_against_changed_weights(make):
+    trainer = make(num_iterations=2, max_steps=4, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert ["rollout/max_logprob_gap" in entry for entry in steps] == [True, False, True, False]
+    assert trainer.rollout_totals["train"].max_logprob_gap < 1e-4
+
+
+def test_totals_are_those_of_every_rollout_whatever_is_logged(make):
+    every, windows = make(max_steps=3), make(max_steps=3, logging_steps=3)
+    for trainer in (every, windows):
+        trainer.train()
+    totals, logs = windows.rollout_totals["train"], logs_of(every)
+    assert totals.running_steps == sum(log["rollout/running_steps"] for log in logs)
+    assert totals.lower_bound_steps == sum(log["rollout/lower_bound_steps"] for log in logs)
+    assert totals.num_tokens == sum(len(ids) for rows in windows.seen for ids in rows)
+    assert totals.tokens_per_second > 0 and totals.max_logprob_gap < 1e-4
+    [log] = logs_of(windows)
+    assert totals.peak_kv_bytes == log["rollout/peak_kv_bytes"] == max(log["rollout/peak_kv_bytes"] for log in logs)
+    assert every.rollout_totals["eval"].num_tokens == 0
 
 
 def test_the_schedule_changes_no_completion(make):

@@ -29,11 +29,13 @@ DESCRIPTION = "Train with GRPO: TRL's trainer and settings, completions from the
 
 @dataclass
 class TrainConfig(InfiniteGRPOConfig):
-    """TRL's and the engine's settings; the output folder defaults to a new one below runs/."""
+    """TRL's and the engine's settings; a new output folder below runs/, every step logged."""
 
     output_dir: str | None = field(
         default=None, metadata={"help": "Run directory and checkpoints; default: a new one below runs/."}
     )
+
+    logging_steps: float = field(default=1, metadata={"help": "Log every so many steps (below 1: that share of all)."})
 
     def __post_init__(self) -> None:
         self.output_dir = self.output_dir or default_output_folder("train")
@@ -101,7 +103,7 @@ def main(argv: Sequence[str], program: str) -> int:
         trainer.train()
         final = os.path.join(config.output_dir, "final")
         trainer.save_model(final)
-        summary = report.summary(final, getattr(reward, "num_errors", 0))
+        summary = report.summary(trainer, final, getattr(reward, "num_errors", 0))
         if trainer.is_world_process_zero():
             report.say(_describe(summary))
             if arguments.json:
@@ -169,31 +171,29 @@ class TrainReport(TrainerCallback):
         elif "eval_reward" in logs:
             self.say(f"evaluation after step {state.global_step}: reward {logs['eval_reward']:.3f}")
 
-    def summary(self, checkpoint: str, num_verifier_errors: int) -> dict[str, Any]:
-        """What the run did, for the closing lines and `--json`."""
+    def summary(self, trainer: InfiniteGRPOTrainer, checkpoint: str, num_verifier_errors: int) -> dict[str, Any]:
+        """What the run did, for the closing lines and `--json`; rewards and lengths by logged step."""
 
         def column(name: str) -> list[float]:
             return [log[name] for log in self.logs if log.get(name) is not None]
 
+        totals = trainer.rollout_totals["train"]
         return {
-            "steps": len(self.logs),
+            "steps": trainer.state.global_step,
+            "logged_steps": [log["train_step"] for log in self.logs],
             "reward_by_step": column("reward"),
             "mean_length_by_step": column("completions/mean_length"),
-            "tokens_per_second": _mean(column("rollout/tokens_per_second")),
-            "peak_kv_bytes": int(max(column("rollout/peak_kv_bytes"), default=0)),
+            "tokens_per_second": totals.tokens_per_second,
+            "peak_kv_bytes": totals.peak_kv_bytes,
             "kv_budget_bytes": None,
-            "running_steps": int(sum(column("rollout/running_steps"))),
-            "lower_bound_steps": int(sum(column("rollout/lower_bound_steps"))),
-            "max_logprob_gap": max(column("rollout/max_logprob_gap"), default=None),
+            "running_steps": totals.running_steps,
+            "lower_bound_steps": totals.lower_bound_steps,
+            "max_logprob_gap": totals.max_logprob_gap,
             "verifier_errors": num_verifier_errors,
             "wall_seconds": round(time.perf_counter() - self._begun, 1),
             "checkpoint": checkpoint,
             "run_directory": str(self.directory.path),
         }
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _step_line(log: dict[str, Any], max_steps: int) -> str:
@@ -211,7 +211,7 @@ def _describe(summary: dict[str, Any]) -> str:
     rewards = " ".join(f"{reward:.3f}" for reward in summary["reward_by_step"])
     budget = summary["kv_budget_bytes"]
     lines = [
-        f"reward by step  {rewards or 'none logged'}",
+        f"reward          {rewards or 'none logged'} (by logged step)",
         f"decoding        {summary['tokens_per_second'] or 0:.0f} tokens/s",
         f"peak KV         {format_bytes(summary['peak_kv_bytes'])}"
         + (f" of {format_bytes(budget)}" if budget else " (bounded by the slots)"),

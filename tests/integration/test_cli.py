@@ -48,6 +48,15 @@ def test_an_unknown_command_flag_or_key_suggests_the_nearest(capsys, tmp_path):
     assert "cannot read the config file" in fails(capsys, "train", "--config", str(tmp_path / "none.yaml"))
 
 
+def test_a_config_file_is_read_in_both_forms_and_once(capsys, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("num_generations: 0\n")
+    for flags in (["--config", str(config)], [f"--config={config}"]):
+        assert "num_generations must be at least 1, got 0" in fails(capsys, "memory", *flags)
+    assert "more than once" in fails(capsys, "memory", f"--config={config}", "--config", str(config))
+    assert "cannot read the config file" in fails(capsys, "memory", "--config=")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -125,6 +125,7 @@ def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, descri
 
     Raises ConfigError for an unknown flag or key, a missing or broken file, a refused setting.
     """
+    argv = _split_config(argv)
     parser = TrlParser(list(dataclasses_), prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="A YAML file of these settings, as TRL's commands take it; flags override it.")
     known = {option for action in parser._actions for option in action.option_strings}
@@ -133,7 +134,7 @@ def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, descri
         if flag.startswith("--") and flag not in known:
             raise ConfigError(f"unknown flag {flag}: {nearest(flag, known)}")
     if "--config" in argv:
-        index = list(argv).index("--config") + 1
+        index = argv.index("--config") + 1
         if index >= len(argv):
             raise ConfigError("--config needs a YAML file")
         _check_yaml(Path(argv[index]), {action.dest for action in parser._actions})
@@ -145,6 +146,16 @@ def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, descri
     except ValueError as error:  # a setting that TRL or transformers refuses
         raise ConfigError(" ".join(str(error).split())) from error
     return parsed[: len(dataclasses_)]  # without the namespace that holds --config
+
+
+def _split_config(argv: Sequence[str]) -> list[str]:
+    """`--config=FILE` as two arguments: TRL's parser reads no other form, and would ignore this one."""
+    split: list[str] = []
+    for argument in argv:
+        split += argument.split("=", 1) if argument.startswith("--config=") else [argument]
+    if split.count("--config") > 1:
+        raise ConfigError("--config was given more than once; put the settings in one file, or override by flags")
+    return split
 
 
 def _check_yaml(path: Path, known: Iterable[str]) -> None:

@@ -4,11 +4,15 @@ In: settings at the start, then events, completions and metrics as they happen. 
 (config, versions, commit, machine, seed), `completions.jsonl`, `trace.jsonl` (slot events) and
 `metrics.jsonl`. Lines are appended and flushed one at a time: what finished is on disk, and a torn
 last line is the worst that a killed run leaves. It knows nothing of models or trainers.
+
+Of several processes the first writes these; process k writes its completions and events to
+`completions.rank<k>.jsonl` and `trace.rank<k>.jsonl`, and no header.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -31,6 +35,10 @@ class RunDirectory:
         path: created with its parents; one that already holds a run is refused.
         config: the settings of the run, JSON-able.
         decode: token ids -> text, for the `text` of each completion; None leaves it out.
+        resume: append to the run that is there. Its `run.json` stays, the new header is
+            `run-2.json`, `run-3.json`, ...; what the interrupted run did past its checkpoint is
+            done again and its lines stand twice, the later ones last.
+        process_index: which of the processes that share the folder this is.
 
     Raises ConfigError where the folder cannot be written or already holds a run.
     """
@@ -43,23 +51,33 @@ class RunDirectory:
         config: Mapping[str, Any],
         seed: int,
         decode: Callable[[list[int]], str] | None = None,
+        resume: bool = False,
+        process_index: int = 0,
     ) -> None:
         self.path = Path(path)
+        self._suffix = f".rank{process_index}" if process_index else ""
         self.decode = decode
         self._files: dict[str, TextIO] = {}
-        if (self.path / "run.json").exists():
+        name = "run.json"
+        if resume and (self.path / name).exists():
+            number = next(n for n in itertools.count(2) if not (self.path / f"run-{n}.json").exists())
+            name = f"run-{number}.json"
+        if process_index == 0 and (self.path / name).exists():
             raise ConfigError(f"{self.path} already holds a run; name another output folder, or remove this one")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            header = {"command": command, "seed": seed, "config": config, **describe_machine()}
-            _replace(self.path / "run.json", json.dumps(header, indent=2, default=str) + "\n")
+            if process_index == 0:
+                header = {"command": command, "seed": seed, "config": config, **describe_machine()}
+                _replace(self.path / name, json.dumps(header, indent=2, default=str) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write the run directory {self.path}: {error}") from error
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append one line to `<name>.jsonl`. Raises OSError as the file system does."""
+        """Append one line to `<name>.jsonl` (of this process). Raises OSError as the file system does."""
         if name not in self._files:
-            self._files[name] = open(self.path / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - kept open
+            path = self.path / f"{name}{self._suffix}.jsonl"
+            _cut_torn_line(path)
+            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - kept open
         self._files[name].write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._files[name].flush()
 
@@ -109,15 +127,31 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
     Raises ConfigError for a broken line that is not the last.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         broken: int | None = None
         for number, line in enumerate(file, start=1):
             if broken is not None:
                 raise ConfigError(f"{path}, line {broken}: not JSON")
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                yield json.loads(line.decode("utf-8"))
+            except ValueError:  # not JSON, or cut inside a character
                 broken = number
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop what a killed run left after its last whole line, so that a new line does not continue it."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
+                break
+        file.truncate(end)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -138,9 +172,13 @@ def describe_machine() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit this package runs from, where it runs from a checkout; `+` where files differ."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    # An environment may lie inside the checkout of something else: only one that tracks this file is ours.
+    tracked, describe = ["ls-files", "--error-unmatch", Path(__file__).name], ["describe", "--always", "--abbrev=12"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        for arguments in (tracked, [*describe, "--dirty=+"]):
+            result = subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=5, check=True)
+        return result.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

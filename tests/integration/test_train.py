@@ -7,6 +7,7 @@ import json
 import pytest
 
 from infinite_sampling.cli import main
+from infinite_sampling.run_directory import read_jsonl
 
 # transformers announces the renaming of gradient checkpointing whenever TRL uses it.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning")
@@ -46,3 +47,36 @@ def test_the_summary_counts_every_step_whatever_is_logged(train, tmp_path):
     same = ("steps", "running_steps", "lower_bound_steps", "peak_kv_bytes", "max_logprob_gap")
     assert {name: summary[name] for name in same} == {name: every[name] for name in same}
     assert summary["tokens_per_second"] > 0
+
+
+def test_resuming_goes_on_from_the_checkpoint_and_appends(train, tmp_path):
+    folder = tmp_path / "run"
+    code, whole = train(save_strategy="steps", save_steps=1)
+    assert code == 0
+    records = list(read_jsonl(folder / "completions.jsonl"))
+    assert [record["train_step"] for record in records] == [0] * 4 + [1] * 4
+    code, resumed = train(resume_from_checkpoint=folder / "checkpoint-1")
+    assert code == 0 and resumed["steps"] == 2 and resumed["reward_by_step"] == whole["reward_by_step"][1:]
+    assert list(read_jsonl(folder / "completions.jsonl")) == records + records[4:]
+    assert [record["train_step"] for record in read_jsonl(folder / "metrics.jsonl") if "reward" in record] == [1, 2, 2]
+    assert json.loads((folder / "run-2.json").read_text())["command"] == "train"
+    code, err = train(resume_from_checkpoint=folder / "checkpoint-1", output_dir=tmp_path)
+    assert code == 0, err  # a folder without a run
+    code, err = train(resume_from_checkpoint=folder / "checkpoint-1", output_dir=tmp_path)
+    assert code == 2 and "already holds a run" in err  # another run than that of the checkpoint
+
+
+def test_what_cannot_be_resumed_is_refused_before_work(train, tmp_path):
+    for settings, words in (
+        ({"resume_from_checkpoint": tmp_path / "none"}, "checkpoint-<step>"),
+        ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
+    ):
+        code, err = train(**settings)
+        assert code == 2 and words in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_must_name_their_folder(train, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, err = train(output_dir=None)
+    assert code == 2 and "give --output_dir" in err

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from infinite_sampling.commands.arguments import SourceArguments, default_output_folder, parse
 from infinite_sampling.config import ConfigError
@@ -38,6 +40,8 @@ class TrainConfig(InfiniteGRPOConfig):
     logging_steps: float = field(default=1, metadata={"help": "Log every so many steps (below 1: that share of all)."})
 
     def __post_init__(self) -> None:
+        if self.output_dir is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError("several processes need one output folder, each would name its own: give --output_dir")
         self.output_dir = self.output_dir or default_output_folder("train")
         if self.bf16 is None and not torch.cuda.is_available():
             self.bf16 = False  # TRL's default of bfloat16 is refused, or emulated, without a GPU
@@ -66,6 +70,7 @@ def main(argv: Sequence[str], program: str) -> int:
     kinds = [TrainArguments, SourceArguments, TrainConfig]
     arguments, source, config = parse(kinds, argv, program, DESCRIPTION)
     _settle(arguments, config)
+    checkpoint = _checkpoint(config)
     task = source.load_task(config.seed)
     reward = reward_for(task, arguments.reward)
     names = {"revision": source.model_revision, "trust_remote_code": config.trust_remote_code}
@@ -86,6 +91,8 @@ def main(argv: Sequence[str], program: str) -> int:
         config=settings,
         seed=config.seed,
         decode=lambda ids: str(tokenizer.decode(ids)),
+        resume=checkpoint is not None and checkpoint.parent == Path(config.output_dir).resolve(),
+        process_index=config.process_index,
     ) as directory:
         report = TrainReport(directory, _say(arguments.json))
         trainer = InfiniteGRPOTrainer(
@@ -100,7 +107,7 @@ def main(argv: Sequence[str], program: str) -> int:
             event_callback=report.on_event,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         final = os.path.join(config.output_dir, "final")
         trainer.save_model(final)
         summary = report.summary(trainer, final, getattr(reward, "num_errors", 0))
@@ -113,13 +120,31 @@ def main(argv: Sequence[str], program: str) -> int:
 
 def _settle(arguments: TrainArguments, config: TrainConfig) -> None:
     """Settings that belong to this command rather than to TRL's defaults."""
-    config.rollout_progress = not arguments.no_progress
+    config.rollout_progress = not arguments.no_progress and config.process_index == 0
     config.disable_tqdm = True
     config.dataloader_pin_memory = config.dataloader_pin_memory and torch.cuda.is_available()
     if config.report_to in (None, "none", [], "all", ["all"]):
         config.report_to = []
     if arguments.lora_r < 0:
         raise ConfigError(f"lora_r must be 0 or more, got {arguments.lora_r}")
+
+
+def _checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from; `true` means the last one in the output folder. Raises ConfigError."""
+    asked, folder = config.resume_from_checkpoint, str(config.output_dir)
+    if asked is None or str(asked).lower() in ("", "false"):
+        return None
+    if str(asked).lower() == "true":
+        asked = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        if asked is None:
+            raise ConfigError(
+                f"no checkpoint to resume from in the output folder {folder}; name one, or its output_dir"
+            )
+    if not (Path(asked) / "trainer_state.json").is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint must be a folder checkpoint-<step> that a training saved, got {str(asked)!r}"
+        )
+    return Path(asked).resolve()
 
 
 def _split(dataset: Any, eval_size: int) -> tuple[Any, Any]:

@@ -70,14 +70,16 @@ class MemoryPlan:
     weight_bytes: int
     working_copy_bytes: int
     kv_bytes_per_token: int
+    num_held_prompts: int
+    """Most prompts held at once: one comes with its first member and goes with its last."""
     prompt_kv_bytes: int
-    """The prompts' KV, each stored once."""
+    """KV of the prompts held at once, each stored once."""
     member_kv_bytes: int
     """What one slot reserves for a member."""
     num_slots: int
     """Slots asked for, or the most that fit the budget."""
     kv_bytes: int
-    """Prompts and all slots: the peak of the rollout."""
+    """Held prompts and all slots: the most that the rollout can come to."""
     full_kv_bytes: int
     """The same with all members at once, each with its own copy of the prompt, as `generate` holds."""
     kv_budget_bytes: int | None = None
@@ -107,9 +109,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of a rollout of `num_prompts` x `num_generations` members.
 
-    With `kv_budget_bytes` the most slots that fit, at most `num_slots` where given. Raises
-    ConfigError on a number below 1, and on a budget too small for one member, naming the smallest
-    that would do.
+    At most one prompt a slot is held at a time, and all of them only with as many slots (policy
+    `full`: one for each member). With `kv_budget_bytes` the most slots that fit, at most `num_slots`
+    where given. Raises ConfigError on a number below 1, and on a budget too small for one member,
+    naming the smallest that would do.
     """
     counts = {"num_generations": num_generations, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
     counts |= {"num_prompts": num_prompts, "num_slots": 1 if num_slots is None else num_slots}
@@ -118,23 +121,28 @@ def plan_memory(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     per_token = shape.bytes_per_token(dtype)
     num_members = num_prompts * num_generations
-    prompt_kv, member_kv = num_prompts * prompt_tokens * per_token, member_tokens_reserved(max_new_tokens) * per_token
+    prompt_kv, member_kv = prompt_tokens * per_token, member_tokens_reserved(max_new_tokens) * per_token
     slots = min(num_slots or num_members, num_members)
     if kv_budget_bytes is not None:
-        slots = min(slots, (kv_budget_bytes - prompt_kv) // member_kv)
+        fitting = kv_budget_bytes // (prompt_kv + member_kv)  # each slot with a prompt of its own
+        if fitting > num_prompts:
+            fitting = (kv_budget_bytes - num_prompts * prompt_kv) // member_kv
+        slots = min(slots, fitting)
         if slots < 1:
             raise ConfigError(
-                f"a KV budget of {kv_budget_bytes} bytes does not hold one member: prompts take {prompt_kv} bytes and "
-                f"a member {member_kv}; the smallest that would do is {prompt_kv + member_kv} bytes"
+                f"a KV budget of {kv_budget_bytes} bytes does not hold one member: its prompt takes {prompt_kv} bytes "
+                f"and it {member_kv}; the smallest that would do is {prompt_kv + member_kv} bytes"
             )
+    held_prompts = min(num_prompts, slots)
     return MemoryPlan(
         weight_bytes=weight_bytes,
         working_copy_bytes=working_copy_bytes,
         kv_bytes_per_token=per_token,
-        prompt_kv_bytes=prompt_kv,
+        num_held_prompts=held_prompts,
+        prompt_kv_bytes=held_prompts * prompt_kv,
         member_kv_bytes=member_kv,
         num_slots=slots,
-        kv_bytes=prompt_kv + slots * member_kv,
+        kv_bytes=held_prompts * prompt_kv + slots * member_kv,
         full_kv_bytes=num_members * (prompt_tokens + max_new_tokens) * per_token,
         kv_budget_bytes=kv_budget_bytes,
     )

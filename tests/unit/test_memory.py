@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinite_sampling.config import ConfigError
 from infinite_sampling.memory import KVShape, format_bytes, member_tokens_reserved, page_tokens_for, plan_memory
@@ -48,6 +50,30 @@ def test_a_budget_below_one_member_names_the_smallest_that_would_do():
     assert plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest).num_slots == 1
     with pytest.raises(ConfigError):
         plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest - 1)
+
+
+def naive_kv(num_prompts: int, num_slots: int, prompt_tokens: int, max_new_tokens: int) -> int:
+    """KV bytes of so many slots, counted without the plan's arithmetic."""
+    held = sum(prompt < num_slots for prompt in range(num_prompts))
+    tokens = held * prompt_tokens + num_slots * member_tokens_reserved(max_new_tokens)
+    return tokens * SMOLLM2.bytes_per_token("bfloat16")
+
+
+@given(num_prompts=st.integers(1, 9), num_generations=st.integers(1, 5), budget=st.integers(1, 60 * 2**20))
+def test_slots_beyond_the_prompts_share_them_also_under_a_budget(num_prompts, num_generations, budget):
+    lengths = {"prompt_tokens": 100, "max_new_tokens": 257}
+    common = {"dtype": "bfloat16", "num_prompts": num_prompts, "num_generations": num_generations, **lengths}
+    counts = range(1, num_prompts * num_generations + 1)
+    for slots in counts:
+        plan = plan_memory(SMOLLM2, **common, num_slots=slots)
+        assert plan.kv_bytes == naive_kv(num_prompts, slots, **lengths)
+        assert plan.num_held_prompts == min(num_prompts, slots)
+    fitting = [slots for slots in counts if naive_kv(num_prompts, slots, **lengths) <= budget]
+    if fitting:
+        assert plan_memory(SMOLLM2, **common, kv_budget_bytes=budget).num_slots == max(fitting)
+    else:
+        with pytest.raises(ConfigError, match=f"would do is {naive_kv(num_prompts, 1, **lengths)} bytes"):
+            plan_memory(SMOLLM2, **common, kv_budget_bytes=budget)
 
 
 @pytest.mark.parametrize("name", ["num_generations", "prompt_tokens", "max_new_tokens", "num_prompts", "num_slots"])

@@ -91,7 +91,7 @@ def _table(arguments: MemoryArguments, plan: MemoryPlan) -> str:
         ("working copy of the linear layers while decoding", plan.working_copy_bytes),
         (f"KV of one token ({arguments.dtype})", plan.kv_bytes_per_token),
         (
-            f"KV of the prompts ({arguments.num_prompts} x {arguments.prompt_tokens} tokens, each once)",
+            f"KV of the prompts held at once ({plan.num_held_prompts} x {arguments.prompt_tokens} tokens, each once)",
             plan.prompt_kv_bytes,
         ),
         (f"KV reserved by one slot (up to {arguments.max_new_tokens} tokens)", plan.member_kv_bytes),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 Policy = Literal["full", "micro", "fixed-slot", "dynamic-slot", "length-aware", "oracle"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -171,21 +171,6 @@ class RolloutConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: {nearest(str(self.dtype), DTYPES)}")
         _integer("prefill_chunk_tokens", self.prefill_chunk_tokens, 16)
-
-
-Config = TypeVar("Config")
-
-
-def from_mapping(cls: type[Config], values: Mapping[str, Any], *, source: str = "config") -> Config:
-    """Build a config dataclass from a mapping; an unknown key fails by name.
-
-    Raises ConfigError naming the key, its source and the nearest known key.
-    """
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{source}: unknown key {key!r}: {nearest(key, known)}")
-    return cls(**values)
 
 
 def check_keys(name: str, keys: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -149,18 +149,6 @@ def _token_ids(position: int, ids: Iterable[Any]) -> tuple[int, ...]:
     return token_ids
 
 
-def group_repeated(
-    rows_prompt_ids: Sequence[Sequence[int]], global_row_start: int, group_size: int
-) -> tuple[list[PromptGroup], list[Member]]:
-    """Groups of the rows that TRL hands one process: each prompt already repeated G times.
-
-    The rows are `global_row_start`, `global_row_start + 1`, ... of the whole batch; groups may
-    straddle processes at both ends. See `group_rows` for what comes back.
-    """
-    rows = range(global_row_start, global_row_start + len(rows_prompt_ids))
-    return group_rows(rows_prompt_ids, rows, group_size)
-
-
 def group_rows(
     rows_prompt_ids: Sequence[Sequence[int]], global_rows: Sequence[int], group_size: int
 ) -> tuple[list[PromptGroup], list[Member]]:

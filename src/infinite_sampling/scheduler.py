@@ -43,13 +43,6 @@ class Scheduler:
         """Whether every group has its G finished members."""
         return all(n >= size for n, size in zip(self.num_finished_P, self.group_sizes_P, strict=True))
 
-    @property
-    def num_waiting(self) -> int:
-        """Members asked for and not yet started."""
-        if self.policy == "dynamic-slot":
-            return sum(max(size - n, 0) for n, size in zip(self._num_started_P, self.group_sizes_P, strict=True))
-        return len(self._waiting)
-
     def refill(self) -> list[tuple[int, Member]]:
         """Start members in free slots, lowest slot first; returns (slot, member) of each.
 

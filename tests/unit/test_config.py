@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig, check_keys, from_mapping, parse_bytes
+from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig, check_keys, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,6 @@ def test_a_wrong_sampling_setting_is_named(settings, words):
 def test_a_wrong_rollout_setting_is_named(settings, words):
     with pytest.raises(ConfigError, match=words):
         RolloutConfig(**settings)
-
-
-def test_an_unknown_key_suggests_the_nearest():
-    with pytest.raises(ConfigError, match=r"run\.yaml: unknown key 'num_slot': did you mean 'num_slots'"):
-        from_mapping(RolloutConfig, {"num_slot": 3}, source="run.yaml")
-    assert from_mapping(RolloutConfig, {"num_slots": 3}).num_slots == 3
 
 
 def test_convenient_forms_are_normalised():

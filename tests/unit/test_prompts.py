@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infinite_sampling.config import ConfigError
 from infinite_sampling.models import load_tokenizer
-from infinite_sampling.prompts import check_prompts, encode_prompts, group_prompts, group_repeated, group_rows
+from infinite_sampling.prompts import check_prompts, encode_prompts, group_prompts, group_rows
 from infinite_sampling.types import Member, PromptGroup
 
 QUESTION = [{"role": "user", "content": "What is 17 + 5?"}]
@@ -141,13 +141,13 @@ def test_what_is_no_token_id_is_refused(ids):
 
 
 def test_groups_that_straddle_processes_keep_their_keys():
-    groups, members = group_repeated([[1], [2], [2], [2], [3]], global_row_start=2, group_size=3)
+    groups, members = group_rows([[1], [2], [2], [2], [3]], global_rows=range(2, 7), group_size=3)
     assert groups == [PromptGroup(0, 0, (1,), (2,)), PromptGroup(1, 1, (2,), (0, 1, 2)), PromptGroup(2, 2, (3,), (0,))]
     assert members == [Member(0, 0), Member(1, 0), Member(1, 1), Member(1, 2), Member(2, 0)]
 
 
 def test_equal_neighbouring_prompts_are_told_apart_by_their_rows():
-    groups, _ = group_repeated([[4]] * 4, global_row_start=0, group_size=2)
+    groups, _ = group_rows([[4]] * 4, global_rows=range(4), group_size=2)
     assert [(group.prompt_key, group.member_keys) for group in groups] == [(0, (0, 1)), (1, (0, 1))]
 
 
@@ -174,7 +174,7 @@ def test_impossible_rows_are_refused(rows, size, message):
 def test_every_cut_of_the_batch_names_the_same_streams(prompts, size, cuts):
     rows = [ids for ids in prompts for _ in range(size)]
     start, stop = sorted(min(cut, len(rows)) for cut in cuts)
-    groups, members = group_repeated(rows[start:stop], start, size)
+    groups, members = group_rows(rows[start:stop], range(start, stop), size)
     for global_row, member in zip(range(start, stop), members, strict=True):
         group = groups[member.prompt_index]
         assert group.prompt_ids == rows[global_row]

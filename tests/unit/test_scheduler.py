@@ -58,7 +58,7 @@ def test_every_member_finishes_once_in_the_steps_a_naive_count_gives(policy, len
     assert steps == naive_steps(flat, num_slots, policy)
     assert steps >= lower_bound_steps(flat, scheduler.num_slots)
     assert dropped == 0
-    assert scheduler.num_waiting == 0 and not scheduler.active
+    assert not scheduler.active and not scheduler.refill()
 
 
 @given(num_members=st.integers(1, 40), num_slots=st.integers(1, 9), seed=st.integers(0, 99))

@@ -18,6 +18,9 @@ COMMANDS = {
     "memory": "bytes a rollout needs, before loading any weights",
 }
 
+_WRITING = ("train", "rollout")
+"""The commands that write a run directory."""
+
 
 def usage() -> str:
     """The help of the bare command."""
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except KeyboardInterrupt:
-        print("infinite-sampling: interrupted; what had finished is in the run directory", file=sys.stderr)
+        kept = "; a run directory, if one was begun, holds what had finished" if argv[0] in _WRITING else ""
+        print(f"infinite-sampling: interrupted{kept}", file=sys.stderr)
         return 130
 
 

@@ -61,6 +61,9 @@ def test_a_config_file_is_read_in_both_forms_and_once(capsys, tmp_path):
     ("argv", "words"),
     [
         (["rollout", "--num_slots", "0"], "num_slots must be an integer of at least 1"),
+        (["rollout", "--device", "mps"], "device must be cpu, cuda or cuda:N, got 'mps'"),
+        (["rollout", "--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["rollout", "--device", "cuda:99"], "no device 'cuda:99': torch finds"),
         (["rollout", "--policy", "fixd-slot"], "did you mean 'fixed-slot'"),
         (["rollout", "--policy", "oracle"], "not available in this version"),
         (["rollout", "--temperature", "nan"], "temperature"),
@@ -79,6 +82,22 @@ def test_a_wrong_setting_is_one_line_and_exit_2(capsys, monkeypatch, tmp_path, a
     monkeypatch.chdir(tmp_path)
     assert words in fails(capsys, *argv)
     assert not list(tmp_path.iterdir()), "nothing half done"
+
+
+def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "torch finds 0 CUDA devices" in fails(capsys, "rollout", "--device", "cuda")
+
+
+@pytest.mark.parametrize(("name", "writes"), [("memory", False), ("rollout", True), ("train", True)])
+def test_an_interruption_speaks_of_a_run_directory_only_where_there_can_be_one(capsys, monkeypatch, name, writes):
+    def interrupted(argv, program):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"infinite_sampling.commands.{name}.main", interrupted)
+    assert main([name]) == 130
+    err = capsys.readouterr().err
+    assert "interrupted" in err and ("run directory" in err) == writes
 
 
 def test_a_broken_jsonl_line_is_named(capsys, monkeypatch, tmp_path):

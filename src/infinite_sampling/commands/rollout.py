@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class RolloutArguments:
     )
     weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are loaded in."})
     device: str | None = field(
-        default=None, metadata={"help": "Device of the model; default: CUDA where there is one."}
+        default=None, metadata={"help": "cpu, cuda or cuda:N; default: CUDA where there is one."}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     no_progress: bool = field(default=False, metadata={"help": "No progress bar on a terminal."})
@@ -44,6 +44,7 @@ def main(argv: Sequence[str], program: str) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     kinds = [RolloutArguments, SourceArguments, SamplingArguments, EngineArguments]
     arguments, source, sampling_flags, engine_flags = parse(kinds, argv, program, DESCRIPTION)
+    device = choose_device(arguments.device)
     sampling = to_config(sampling_flags, SamplingConfig)
     config = to_config(engine_flags, RolloutConfig, progress=not arguments.no_progress)
     task = source.load_task(sampling.seed)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], program: str) -> int:
     from infinite_sampling.prompts import encode_prompts
     from infinite_sampling.run_directory import RunDirectory, completion_record
 
-    model, tokenizer = load(source, arguments)
+    model, tokenizer = load(source, arguments, device)
     prompt_ids = encode_prompts(list(task.dataset["prompt"]), tokenizer)
     engine = RolloutEngine(model, tokenizer, config)
     settings = [dataclasses.asdict(part) for part in (arguments, source, sampling, config)]
@@ -81,17 +82,26 @@ def main(argv: Sequence[str], program: str) -> int:
     return 0
 
 
-def load(source: SourceArguments, arguments: Any) -> tuple[Any, Any]:
-    """The model on its device, and its tokenizer. Raises ConfigError."""
+def choose_device(name: str | None) -> str:
+    """The device to load the model on; None takes CUDA where there is one. Raises ConfigError."""
     import torch
 
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or device.type not in ("cpu", "cuda"):  # others lack the float64 that the sampler needs
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= (num_devices := torch.cuda.device_count()):
+        raise ConfigError(f"no device {name!r}: torch finds {num_devices} CUDA devices; name another, or cpu")
+    return name
+
+
+def load(source: SourceArguments, arguments: Any, device: str) -> tuple[Any, Any]:
+    """The model on its device, and its tokenizer. Raises ConfigError."""
     from infinite_sampling.models import load_model, load_tokenizer
 
     options = {"revision": source.model_revision, "trust_remote_code": arguments.trust_remote_code}
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {device!r}; expected for example cpu, cuda, cuda:0, mps") from error
     tokenizer = load_tokenizer(source.model, **options)
     return load_model(source.model, dtype=arguments.weights_dtype, device=device, **options), tokenizer

@@ -260,10 +260,22 @@ def _write_manifest(folder: Path) -> None:
     (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
 
 
+_found_whole: set[tuple[Any, ...]] = set()
+"""Folders whose checksums held in this process, with the size and time of every file."""
+
+
 def _is_whole(folder: Path) -> bool:
-    """Whether every file that the manifest names is there, unchanged."""
+    """Whether every file that the manifest names is there, unchanged; read again only if touched since."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text())
-        return bool(files) and all(_checksum(folder / name) == expected for name, expected in files.items())
-    except (OSError, ValueError, AttributeError):
+        text = (folder / _MANIFEST).read_text()
+        files = json.loads(text)
+        stats = [(folder / name).stat() for name in files]
+        seen = (folder, text, *((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+        if seen in _found_whole:
+            return True
+        whole = bool(files) and all(_checksum(folder / name) == expected for name, expected in files.items())
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
+    if whole:
+        _found_whole.add(seen)
+    return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,21 @@ def test_damaged_cache_is_converted_anew(package, damage):
     }[damage]()
     assert models._converted(gguf) == folder and len(runs) == 2
     assert weights.read_bytes() == data and set(json.loads(manifest.read_text())) == {"config.json", weights.name}
+
+
+def test_whole_weights_are_read_through_once_a_process_unless_touched(package, monkeypatch):
+    gguf, runs = package
+    folder = models._converted(gguf)
+    read, checksum = [], models._checksum
+    monkeypatch.setattr(models, "_checksum", lambda path: read.append(path.name) or checksum(path))
+    for _ in range(3):
+        models._converted(gguf)
+    assert sorted(read) == ["config.json", "model.safetensors"]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"x" + weights.read_bytes()[1:])
+    os.utime(weights, ns=(1, 1))  # a clock too coarse to tell two writes apart must not decide the test
+    models._converted(gguf)
+    assert len(runs) == 2
 
 
 def test_interrupted_conversion_leaves_nothing_to_use(package, monkeypatch):

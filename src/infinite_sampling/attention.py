@@ -17,14 +17,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from infinite_sampling.kv_pool import KVPool, PromptKV, padded
+from infinite_sampling.kv_pool import KVPool, PromptKV
 
 IMPLEMENTATION = "infinite_sampling"
 """The name under which `attention_forward` is registered with transformers."""
@@ -142,9 +142,18 @@ class _Masks:
     pages: Tensor
     """(E, 1, 1, K) for the page entries."""
     prompts: list[Tensor | None]
-    """(r, T) for the rows of each prompt; None hides nothing."""
+    """(1, 1, r * Hq/Hkv, T) for the rows of each prompt; None hides nothing."""
     hidden_RJ: Tensor
     """(R, J, 1) segments that a row does not see at all."""
+
+
+class _PromptRows(NamedTuple):
+    """The rows of a forward that attend to one prompt."""
+
+    prompt: PromptKV
+    rows: np.ndarray
+    rows_index: Tensor | None
+    """The same rows as a tensor; None where they are all rows in order."""
 
 
 class DecodeContext:
@@ -168,11 +177,11 @@ class DecodeContext:
         pages = pool.pages
         self._write_pages = self._tensor(pages.table_SJ[slots_R[:num_real], local_R[:num_real] // pages.page_tokens])
         self._write_offsets = self._tensor(local_R[:num_real] % pages.page_tokens)
-        prompt_R = np.array([pool.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
-        self.prompt_tokens_R = np.array([pool.prompts[int(p)].num_tokens for p in prompt_R], dtype=np.int64)
+        self.prompt_R = np.array([pool.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
+        self.prompt_tokens_R = np.array([pool.prompts[int(p)].num_tokens for p in self.prompt_R], dtype=np.int64)
         self._plan_pages()
-        self._plan_prompts(prompt_R)
-        self._masks: dict[int | None, _Masks] = {}
+        self._prompt_rows: dict[int, list[_PromptRows]] = {}
+        self._masks: dict[tuple[int | None, int], _Masks] = {}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -208,14 +217,17 @@ class DecodeContext:
         prompt_R1 = np.arange(len(slots_R))[:, None]
         self._segment_RJ = self._tensor(np.concatenate([prompt_R1, segment_RJ + len(slots_R)], axis=1))
 
-    def _plan_prompts(self, prompt_R: np.ndarray) -> None:
-        """For each prompt in the batch, its rows (padded to a multiple of 4 by repetition)."""
-        self.prompt_rows: list[tuple[PromptKV, np.ndarray, Tensor | None]] = []
-        for prompt_index in np.unique(prompt_R):
-            rows = np.flatnonzero(prompt_R == prompt_index)
-            whole = len(rows) == len(prompt_R)
-            rows = padded(rows, 4)
-            self.prompt_rows.append((self.pool.prompts[int(prompt_index)], rows, None if whole else self._tensor(rows)))
+    def _plan_prompts(self, heads: int) -> list[_PromptRows]:
+        """For each prompt in the batch its rows, padded by repetition (see `_segment_rows`)."""
+        plan = []
+        for prompt_index in np.unique(self.prompt_R):
+            rows = np.flatnonzero(self.prompt_R == prompt_index)
+            num_rows = _segment_rows(len(rows), heads)
+            whole = len(rows) == len(self.prompt_R) == num_rows
+            rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
+            index = None if whole else self._tensor(rows)
+            plan.append(_PromptRows(self.pool.prompts[int(prompt_index)], rows, index))
+        return plan
 
     def attend(
         self,
@@ -240,7 +252,10 @@ class DecodeContext:
         keys, values = pages.keys_L[layer], pages.values_L[layer]
         num_rows, num_heads, _, dim = query.shape
         query = query.to(self.dtype).view(num_rows, keys.shape[1], -1, dim)  # (R, Hkv, Hq/Hkv, D)
-        masks = self._masks_for(window)
+        heads = query.shape[2]
+        if heads not in self._prompt_rows:
+            self._prompt_rows[heads] = self._plan_prompts(heads)
+        masks = self._masks_for(window, heads)
         if self.page_E is None:
             keys, values = keys[: pages.num_high], values[: pages.num_high]
         else:
@@ -250,11 +265,9 @@ class DecodeContext:
         )
         prompt_out = page_out.new_empty(num_rows, num_heads, page_out.shape[-1])
         prompt_lse = page_lse.new_empty(num_rows, num_heads)
-        for (prompt, _, rows), mask in zip(self.prompt_rows, masks.prompts, strict=True):
+        for (prompt, _, rows), mask in zip(self._prompt_rows[heads], masks.prompts, strict=True):
             queries = query if rows is None else query[rows]
             shape = queries.shape
-            if mask is not None:
-                mask = mask.repeat_interleave(shape[2], 0)[None, None]
             queries = queries.transpose(0, 1).reshape(1, shape[1], -1, dim)  # (1, Hkv, r * Hq/Hkv, D)
             out, lse = attend_segment(queries, prompt.keys_L[layer], prompt.values_L[layer], mask, scale, softcap)
             out = out.view(shape[1], shape[0], shape[2], -1).transpose(0, 1).reshape(shape[0], num_heads, -1)
@@ -271,17 +284,18 @@ class DecodeContext:
         )
         return merged.to(self.dtype)[:, None]
 
-    def _masks_for(self, window: int | None) -> _Masks:
-        if window not in self._masks:
-            self._masks[window] = self._build_masks(window)
-        return self._masks[window]
+    def _masks_for(self, window: int | None, heads: int) -> _Masks:
+        if (window, heads) not in self._masks:
+            self._masks[window, heads] = self._build_masks(window, heads)
+        return self._masks[window, heads]
 
-    def _build_masks(self, window: int | None) -> _Masks:
+    def _build_masks(self, window: int | None, heads: int) -> _Masks:
+        prompt_rows = self._prompt_rows[heads]
         position_R = self.prompt_tokens_R + self.local_R
         offsets_K = np.arange(self.num_keys)
         first_E = np.zeros_like(self.start_E)
         hidden_RJ = np.concatenate([np.zeros((len(position_R), 1), bool), ~self.needed_RJ], axis=1)
-        prompt_masks: list[np.ndarray | None] = [None] * len(self.prompt_rows)
+        prompt_masks: list[np.ndarray | None] = [None] * len(prompt_rows)
         if window is not None:
             # Key at own index i is seen by the row at own index l if l - i < window.
             first_E = np.maximum(self.local_R[self.row_E] - window + 1 - self.start_E, 0)
@@ -289,7 +303,7 @@ class DecodeContext:
             page_end_J = np.arange(1, self.needed_RJ.shape[1] + 1) * self.pool.pages.page_tokens
             hidden_RJ[:, 1:] |= page_end_J <= self.local_R[:, None] - window + 1
             hidden_RJ[:, 0] = position_R - (self.prompt_tokens_R - 1) >= window
-            for i, (prompt, rows, _) in enumerate(self.prompt_rows):
+            for i, (prompt, rows, _) in enumerate(prompt_rows):
                 if prompt.num_tokens + self.pool.pages.max_pages * self.pool.pages.page_tokens > window:
                     seen = np.arange(prompt.num_tokens) > (position_R[rows] - window)[:, None]
                     seen |= ~seen.any(axis=1, keepdims=True)
@@ -297,13 +311,27 @@ class DecodeContext:
         seen_E = (offsets_K < self.end_E[:, None]) & (offsets_K >= first_E[:, None])
         return _Masks(
             pages=self._bias(seen_E)[:, None, None, :],
-            prompts=[None if m is None else self._bias(m) for m in prompt_masks],
+            prompts=[
+                None if m is None else self._bias(m).repeat_interleave(heads, 0)[None, None] for m in prompt_masks
+            ],
             hidden_RJ=self._tensor(hidden_RJ)[:, :, None],
         )
 
     def _bias(self, seen: np.ndarray) -> Tensor:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~self._tensor(seen), _MASKED)
+
+
+def _segment_rows(num_rows: int, heads: int) -> int:
+    """Rows of a prompt segment after padding: a multiple of 4 whose matrix has no thin last block.
+
+    The flash kernel cuts the rows x heads of its matrix into blocks of 32; a last block of less than
+    12 was measured to change bits for head sizes from 96.
+    """
+    num_rows = -(-num_rows // 4) * 4
+    while 0 < num_rows * heads % 32 < 12:
+        num_rows += 4
+    return num_rows
 
 
 def attend_segment(

@@ -225,6 +225,7 @@ class _Loop:
             started = self.scheduler.refill()
         for slot, member in started:
             self._start(slot, member)
+        self.pool.pages.compact()
         fed = [slot for slot in sorted(self.running) if self.running[slot].token_ids]
         fresh = [slot for slot, _ in started]
         ended = self._take(fed, self._sample(fed, self._decode(fed))) if fed else []
@@ -233,7 +234,6 @@ class _Loop:
         self._emit("step", num_active=len(self.running))
         completions = [self._finish(slot, reason) for slot, reason in ended if slot in self.running]
         self.stats.num_running_steps += 1
-        self.pool.pages.compact()
         return completions
 
     def _start(self, slot: int, member: Member) -> None:
@@ -244,6 +244,7 @@ class _Loop:
             self.pool.prompts[member.prompt_index] = prompt
             self.prompt_logits[member.prompt_index] = logits
             self.stats.num_prompt_tokens += prompt.num_tokens
+            self.pool.note_peak()
         self.pool.admit(slot, member.prompt_index)
         self.running[slot] = _Running(member, group.prompt_key, _member_key(group, member), self._limit(member))
         if self.sampling.repetition_penalty != 1.0:
@@ -289,6 +290,8 @@ class _Loop:
                 sampled.sampling_logprobs.tolist(),
                 strict=True,
             )
+        if self.seen_SV is not None:
+            self.seen_SV[slots, sampled.token_ids] = True
         ended = []
         for slot, token, logprob, sampling_logprob in rows:
             running = self.running[slot]
@@ -301,8 +304,6 @@ class _Loop:
             running.token_ids.append(token)
             running.logprobs.append(logprob)
             running.sampling_logprobs.append(sampling_logprob)
-            if self.seen_SV is not None:
-                self.seen_SV[slot, token] = True
             if reason := self._finish_reason(running):
                 ended.append((slot, reason))
         return ended

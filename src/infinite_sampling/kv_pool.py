@@ -11,7 +11,6 @@ gathering: a page is computed alike whoever its neighbours are (DESIGN rule 1).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -141,8 +140,8 @@ class MemberPages:
 class KVPool:
     """All KV of one rollout: the prompts' and the members'. `peak_bytes` is the largest sum seen."""
 
-    def __init__(self, num_slots: int, max_new_tokens: int) -> None:
-        self.pages = MemberPages(num_slots, member_tokens_reserved(max_new_tokens))
+    def __init__(self, num_slots: int, max_new_tokens: int, page_tokens: int | None = None) -> None:
+        self.pages = MemberPages(num_slots, member_tokens_reserved(max_new_tokens), page_tokens)
         self.prompts: dict[int, PromptKV] = {}
         self.prompt_of_slot: dict[int, int] = {}
         self.peak_bytes = 0
@@ -181,9 +180,3 @@ def pad_rows(num_rows: int) -> int:
     """Rows of a forward after padding: multiples of 4, coarser above 32 (fewer distinct shapes)."""
     step = 4 if num_rows <= 32 else 8 if num_rows <= 64 else 32
     return max(-(-num_rows // step) * step, 4)
-
-
-def padded(rows: Sequence[int] | np.ndarray, multiple: int) -> np.ndarray:
-    """Row indices repeated from the first until their number divides by `multiple`."""
-    rows = np.asarray(rows, dtype=np.int64)
-    return np.concatenate([rows, np.full(-len(rows) % multiple, rows[0], dtype=np.int64)])

@@ -1,7 +1,8 @@
 """Linear layers in the compute dtype for the length of one rollout.
 
 In: a model and a compute dtype. Out: a context in which every plain `nn.Linear` computes in that
-dtype, and its output head returns float32 logits. It knows nothing of attention or sampling.
+dtype, and its output head returns float32 (rounded to the compute dtype only where the CPU or GPU
+multiplies in it). It knows nothing of attention or sampling.
 
 On a CPU the weights are packed once per rollout with oneDNN's own layout: about twice as fast as
 `F.linear` at 8 to 32 rows and, unlike it, bit-identical for every number of rows. Where the CPU
@@ -55,6 +56,20 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
     return kernel
 
 
+def row_dependent_parameters(model: nn.Module) -> list[str]:
+    """Matrices that are no plain linear layer, embedding or norm: their kernels are not ours to choose.
+
+    Experts, for example, multiply as many rows as routing sends them.
+    """
+    known = {id(p) for m in model.modules() if type(m) in (nn.Linear, nn.Embedding) for p in m.parameters(False)}
+    adapters = ("lora_",)
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and id(p) not in known and not any(part in name for part in adapters)
+    ]
+
+
 @contextmanager
 def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> Iterator[int]:
     """Run every plain `nn.Linear` of `model` in `dtype`; yields the bytes of the copies made.
@@ -67,10 +82,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
         for module in model.modules():
             if type(module) is not nn.Linear or module.weight.is_meta:
                 continue
-            out_dtype = torch.float32 if module is output_head else dtype
-            patched.append((module, module.__dict__.get("forward")))
-            patched[-1][0].forward = make_kernel(module.weight, module.bias, dtype, out_dtype)
             weight = module.weight
+            kernel = make_kernel(weight, module.bias, dtype, torch.float32 if module is output_head else dtype)
+            patched.append((module, module.__dict__.get("forward")))
+            patched[-1][0].forward = kernel
             num_bytes += weight.numel() * copy_bytes_per_weight(weight.device.type, dtype, weight.dtype)
         yield num_bytes
     finally:

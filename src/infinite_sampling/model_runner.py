@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,8 +24,12 @@ from infinite_sampling.config import ConfigError, RolloutConfig
 from infinite_sampling.kv_pool import KVPool, PromptKV, pad_rows
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_PROBE_PROMPT_TOKENS = 9
-_PROBE_STEPS = 3
+_ATTACHED = "_infinite_sampling_attached"
+_PROBE_PROMPTS = (9, 75)
+"""Tokens of the probe's prompts."""
+_PROBE_PAGE_TOKENS = 16
+_probed: WeakKeyDictionary[Any, dict[tuple[torch.dtype, int, int], bool]] = WeakKeyDictionary()
+"""What the probe found, by model: weights change, the order of sums does not."""
 _MAX_PROBE_ROWS = 64
 
 
@@ -49,12 +54,17 @@ class ModelRunner:
         self.text_config = self.model.config.get_text_config()
         self.device = self.model.get_input_embeddings().weight.device
         self.dtype = compute_dtype(self.model, config.dtype)
+        self._odd_parameters = linear.row_dependent_parameters(self.model)
+        if self._odd_parameters and self.dtype != compute_dtype(self.model, "weights"):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot be decoded in {self.dtype}: {self._odd_parameters[0]} (of "
+                f"{len(self._odd_parameters)} such) is no plain linear layer; decode in the dtype of the weights"
+            )
         self.prefill_chunk_tokens = config.prefill_chunk_tokens
         self.copied_weight_bytes = 0
         # The class's own forward: an instance may carry accelerate's autocast wrapper.
         self._forward = functools.partial(type(self.model).forward, self.model)
         self._keep_kwarg = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
-        self._deterministic: dict[int, bool] = {}
         attention.register()
 
     @property
@@ -71,11 +81,17 @@ class ModelRunner:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Switch the model to decoding; every touched attribute is put back on exit."""
+        if getattr(self.model, _ATTACHED, False):
+            raise RuntimeError(
+                f"{type(self.model).__name__} is already decoding in another rollout; finish or close that stream first"
+            )
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values()
         training = [module for module in self.model.modules() if module.training]
         implementations = [(config, config._attn_implementation) for config in configs]
         with ExitStack() as stack:
             stack.callback(_restore, training, implementations)
+            stack.callback(delattr, self.model, _ATTACHED)
+            setattr(self.model, _ATTACHED, True)
             self.model.eval()
             for config in configs:
                 config._attn_implementation = attention.IMPLEMENTATION
@@ -98,6 +114,7 @@ class ModelRunner:
             positions = torch.arange(start, start + len(chunk), device=self.device)[None]
             with attention.running(PrefillContext(prompt, start, self.dtype)):
                 logits = self._logits(ids, positions)
+        self._synchronize()
         if len(prompt.keys_L) != self.text_config.num_hidden_layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} cannot be decoded by the engine: {self.text_config.num_hidden_layers} "
@@ -122,7 +139,14 @@ class ModelRunner:
         context = DecodeContext(pool, slots, local, num_real, self.device, self.dtype)
         positions = torch.from_numpy(context.prompt_tokens_R + local).to(self.device)
         with attention.running(context):
-            return self._logits(torch.from_numpy(tokens).to(self.device)[:, None], positions[:, None])[:num_real]
+            logits = self._logits(torch.from_numpy(tokens).to(self.device)[:, None], positions[:, None])
+        self._synchronize()
+        return logits[:num_real]
+
+    def _synchronize(self) -> None:
+        """Wait for the device, so that seconds are counted where they are spent; sampling waits anyway."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits (B, V) of the last token of ids (B, t)."""
@@ -132,29 +156,44 @@ class ModelRunner:
         return out.logits[:, -1].float()
 
     def is_deterministic(self, num_slots: int) -> bool:
-        """Whether a row's logits have the same bits in a batch of 4 as in one of `num_slots` rows.
+        """Whether a row's logits have the same bits in a batch of 4 as in larger ones, up to `num_slots` rows.
 
-        Measured once for each padded number of rows on a made-up prompt (call inside `attached`).
+        Measured once for each padded number of rows on made-up prompts (call inside `attached`).
+        False without measuring for models that multiply a number of rows that depends on data.
         """
+        if self._odd_parameters:
+            return False
         num_rows = min(pad_rows(num_slots), _MAX_PROBE_ROWS)
-        if num_rows not in self._deterministic:
-            alone, together = self._probe([3, 1, 0, 2]), self._probe(list(range(max(num_rows, 8))))
-            self._deterministic[num_rows] = torch.equal(alone, together[:, [3, 1, 0, 2]])
-        return self._deterministic[num_rows]
+        known = _probed.setdefault(self.model, {})
+        key = (self.dtype, num_rows, torch.get_num_threads())
+        if key not in known:
+            room = max((self.max_positions or 2**31) - 2 * _PROBE_PAGE_TOKENS, 1)
+            prompts = [self.prefill(self._probe_tokens(min(n, room), 11))[0] for n in _PROBE_PROMPTS]
+            alone = self._probe(prompts, [3, 1, 0, 2])
+            others = [self._probe(prompts, list(range(rows))) for rows in sorted({8, 12, max(num_rows, 8)})]
+            known[key] = all(torch.equal(alone, other[[3, 1, 0, 2]]) for other in others)
+        return known[key]
 
-    def _probe(self, members: list[int]) -> Tensor:
-        """Logits (steps, members, V) of a few forwards in which member m reads its own tokens."""
-        pool = KVPool(len(members), _PROBE_STEPS + 1)
-        prompt_ids = [(i * 7919 + 11) % self.vocab_size for i in range(_PROBE_PROMPT_TOKENS)]
-        pool.prompts[0], _ = self.prefill(prompt_ids)
-        slots = list(range(len(members)))
-        for slot in slots:
-            pool.admit(slot, 0)
+    def _probe(self, prompts: list[PromptKV], members: list[int]) -> Tensor:
+        """Logits (members, 2 V) of two forwards in which member m reads its own tokens.
+
+        Even members share one prompt and odd ones another; member 1 has filled a page before.
+        """
+        pool = KVPool(len(members), 2 * _PROBE_PAGE_TOKENS, page_tokens=_PROBE_PAGE_TOKENS)
+        pool.prompts.update(enumerate(prompts))
+        for slot, member in enumerate(members):
+            pool.admit(slot, member % 2)
+        held = [_PROBE_PAGE_TOKENS + 4 if member == 1 else 0 for member in members]
+        slot, length = members.index(1), max(held)
+        self.forward(pool, self._probe_tokens(length, 7), [slot] * length, range(length))
         logits = []
-        for step in range(_PROBE_STEPS):
+        for step in range(2):
             tokens = [(m * 104729 + step * 1299709 + 5) % self.vocab_size for m in members]
-            logits.append(self.forward(pool, tokens, slots, [step] * len(slots)))
-        return torch.stack(logits)
+            logits.append(self.forward(pool, tokens, range(len(members)), [length + step for length in held]))
+        return torch.cat(logits, dim=1)
+
+    def _probe_tokens(self, count: int, first: int) -> list[int]:
+        return [(i * 7919 + first) % self.vocab_size for i in range(count)]
 
 
 def base_model(model: Any) -> Any:
@@ -196,6 +235,8 @@ def unsupported_reason(model: nn.Module) -> str | None:
         return "its attention is bidirectional"
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         return "it has no language-model head"
+    if len(places := {p.device for p in base.parameters()}) > 1 or torch.device("meta") in places:
+        return f"its weights lie on several devices ({', '.join(sorted(map(str, places)))}); load it onto one"
     if any(name.endswith("sinks") for name, _ in base.named_parameters()):
         return "its attention has sinks"
     if not getattr(base, "_supports_attention_backend", False):

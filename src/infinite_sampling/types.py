@@ -58,7 +58,7 @@ class PromptGroup:
 class Completion:
     """One finished member.
 
-    `token_ids_T`, `logprobs_T` and `sampling_logprobs_T` have equal length. `logprobs` are of
+    `token_ids`, `logprobs` and `sampling_logprobs` have equal length T. `logprobs` are of
     the full-vocabulary distribution at the sampling temperature (1 when greedy) before
     repetition penalty and filters; `sampling_logprobs` of the distribution really drawn from.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MambaConfig, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MambaConfig, MixtralConfig, T5Config
 
 from engine.families import VOCAB, greedy, make_model, prompts
 from infinite_sampling import ConfigError, FinishReason, Member, RolloutConfig, RolloutEngine, SamplingConfig
@@ -307,3 +307,66 @@ def test_recompute_in_one_ragged_forward_has_the_bits_of_decoding(model):
 
 def test_a_member_is_a_pair():
     assert Member(1, 2) == (1, 2)
+
+
+def test_a_second_stream_of_one_model_is_refused_and_breaks_nothing(model):
+    before = touched(model)
+    sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
+    first = RolloutEngine(model).stream(prompts(1), 2, sampling)
+    next(first)
+    with pytest.raises(RuntimeError, match="already decoding in another rollout"):
+        next(RolloutEngine(model).stream(prompts(1), 2, sampling))
+    assert len(list(first)) == 1
+    assert touched(model) == before
+
+
+def test_a_failure_while_packing_weights_keeps_its_own_name(model, monkeypatch):
+    from infinite_sampling import linear
+
+    before, calls = touched(model), iter(range(100))
+
+    def failing(*args):
+        if next(calls) == 3:
+            raise MemoryError("no room")
+        return lambda x: x
+
+    monkeypatch.setattr(linear, "make_kernel", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        run(model, prompts(1), 1)
+    assert touched(model) == before
+
+
+def test_the_peak_counts_prompts_also_without_a_decode(model):
+    [ids] = prompts(1)
+    rollout = run(model, [ids], 2, max_new_tokens=1)
+    assert rollout.stats.peak_kv_bytes == len(ids) * KVShape.of(model.config).bytes_per_token("float32")
+
+
+def test_experts_are_decoded_but_not_called_deterministic():
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, eos_token_id=1, sliding_window=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    [ids] = prompts(1)
+    rollout = run(model, [ids], 2, temperature=0, max_new_tokens=12)
+    assert [c.token_ids for c in rollout] == [greedy(model, ids, 12)] * 2
+    assert rollout.stats.deterministic is False
+    with pytest.raises(UnsupportedModelError, match="no plain linear layer"):
+        RolloutEngine(model, config=RolloutConfig(dtype="bfloat16"))
+
+
+def test_weights_on_no_single_device_are_refused():
+    with torch.device("meta"):
+        model = make_model("llama")
+    with pytest.raises(UnsupportedModelError, match="device"):
+        RolloutEngine(model)
+
+
+@pytest.mark.parametrize("heads", [1, 7])
+def test_head_sizes_above_64_keep_their_bits(heads):
+    model = make_model("llama", head_dim=128, num_attention_heads=2 * heads, hidden_size=56)
+    few, many = (run(model, prompts(2), 9, config={"num_slots": n}, max_new_tokens=6, ignore_eos=True) for n in (2, 18))
+    assert few.stats.deterministic and many.stats.deterministic
+    assert [(c.token_ids, c.logprobs) for c in few] == [(c.token_ids, c.logprobs) for c in many]

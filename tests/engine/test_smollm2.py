@@ -76,18 +76,9 @@ def compare_schedules(smollm2, dtype: str, num_tokens: int, schedules: list[tupl
     return (len(schedules) + 1) * sum(len(tokens) for tokens, _, _ in reference)
 
 
-@pytest.fixture
-def all_threads():
-    """As many threads as cores, as a user would have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_schedule_changes_no_bit(smollm2, all_threads, dtype):
+def test_the_schedule_changes_no_bit(smollm2, dtype):
     assert compare_schedules(smollm2, dtype, 12, [("micro", 8), ("fixed-slot", 3)], 4) > 900
 
 

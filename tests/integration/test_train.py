@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -80,3 +83,39 @@ def test_several_processes_must_name_their_folder(train, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, err = train(output_dir=None)
     assert code == 2 and "give --output_dir" in err
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_run_directory(model_path, tmp_path):
+    folder = tmp_path / "run"
+    settings = {
+        "model": model_path,
+        "dataset_size": 4,
+        "num_generations": 4,
+        "per_device_train_batch_size": 2,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": "false",
+        "use_cpu": "true",
+        "output_dir": folder,
+    }
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "infinite_sampling.cli", "train", *flags, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stderr
+    [line] = run.stdout.splitlines()
+    assert json.loads(line)["steps"] == 1
+    records = [list(read_jsonl(folder / f"completions{suffix}.jsonl")) for suffix in ("", ".rank1")]
+    assert [len(rows) for rows in records] == [2, 2]
+    assert len([log for log in read_jsonl(folder / "metrics.jsonl") if "reward" in log]) == 1
+    assert sorted(path.name for path in folder.glob("*.json*")) == [
+        "completions.jsonl",
+        "completions.rank1.jsonl",
+        "metrics.jsonl",
+        "run.json",
+        "trace.jsonl",
+        "trace.rank1.jsonl",
+    ]

@@ -14,9 +14,9 @@ def test_greedy_equals_generate(family):
     model = make_model(family)
     prompt_ids = prompts(3)
     engine = RolloutEngine(model, config=RolloutConfig(num_slots=2))
-    rollout = engine.rollout(prompt_ids, 2, SamplingConfig(temperature=0, max_new_tokens=40))
+    rollout = engine.rollout(prompt_ids, 2, SamplingConfig(temperature=0, max_new_tokens=30))
     for ids, group in zip(prompt_ids, rollout.completions, strict=True):
-        expected = greedy(model, ids, 40)
+        expected = greedy(model, ids, 30)
         for completion in group:
             assert completion.token_ids == expected
 
@@ -26,7 +26,7 @@ def test_greedy_equals_generate(family):
 def test_no_completion_depends_on_the_batch(family, dtype):
     model = make_model(family, dtype=dtype)
     prompt_ids = prompts(3, seed=1)
-    sampling = SamplingConfig(max_new_tokens=24, seed=5, eos_token_ids=[1])
+    sampling = SamplingConfig(max_new_tokens=16, seed=5, eos_token_ids=[1])
     results = []
     for policy, slots in (("fixed-slot", 2), ("micro", 7), ("full", 1)):
         rollout = RolloutEngine(model, config=RolloutConfig(policy=policy, num_slots=slots)).rollout(

@@ -35,7 +35,7 @@ def bits(rollout) -> list[tuple[list[int], list[float], list[float]]]:
 @pytest.mark.shared_data
 def test_greedy_equals_generate_on_gsm8k(smollm2, shared_data):
     model, tokenizer = smollm2
-    num_tokens = int(os.environ.get("GREEDY_TOKENS", "48"))
+    num_tokens = int(os.environ.get("GREEDY_TOKENS", "32"))
     prompt_ids = gsm8k(shared_data, tokenizer, 4)
     rollout = run(model, prompt_ids, 2, SamplingConfig(temperature=0, max_new_tokens=num_tokens), num_slots=3)
     ties = 0
@@ -79,7 +79,7 @@ def compare_schedules(smollm2, dtype: str, num_tokens: int, schedules: list[tupl
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_schedule_changes_no_bit(smollm2, dtype):
-    assert compare_schedules(smollm2, dtype, 12, [("micro", 8), ("fixed-slot", 3)], 4) > 900
+    assert compare_schedules(smollm2, dtype, 8, [("micro", 8), ("fixed-slot", 3)], 6) > 600
 
 
 @pytest.mark.long
@@ -97,9 +97,8 @@ def test_kv_does_not_grow_with_the_group(smollm2):
     prompt = [[(i * 37) % 40_000 + 100 for i in range(100)]]
 
     def peak(generations: int, **config) -> int:
-        # What is held does not depend on how long members really run: most end at once.
-        forced = [[256 if m < 1 else 2 for m in range(generations)]]
-        sampling = SamplingConfig(max_new_tokens=256, forced_lengths=forced)
+        # A slot reserves for 256 tokens, however long its members then are.
+        sampling = SamplingConfig(max_new_tokens=256, forced_lengths=[[2] * generations])
         return run(model, prompt, generations, sampling, dtype="bfloat16", **config).stats.peak_kv_bytes
 
     small, large = peak(32, num_slots=4), peak(256, num_slots=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import os
 import re
 import subprocess
@@ -218,3 +219,11 @@ def test_a_name_that_does_not_exist_is_found(check, text):
 )
 def test_a_name_that_exists_passes(check, text):
     assert check(text) == []
+
+
+def test_the_readmes_number_is_the_measured_one():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "decode.json").read_text())["rows"]
+    ratios = {row["peer"]: row["ours_over_this"] for row in rows if (row["slots"], row["dtype"]) == (32, "bfloat16")}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"decodes {ratios['hf']:.1f} times as fast as with `generate`" in text
+    assert f"{ratios['vllm']:.1f} times as fast as with vLLM" in text

@@ -59,20 +59,22 @@ def is_tie(model, ids: list[int], got: list[int], expected: list[int]) -> bool:
     return bool((logits[got[same]] - logits[expected[same]]).abs() < TIE)
 
 
-def compare_schedules(smollm2, dtype: str, num_tokens: int, schedules: list[tuple[str, int]], alone_slots: int) -> int:
+def compare_schedules(
+    smollm2, dtype: str, num_tokens: int, schedules: list[tuple[str, int]], alone_slots: int, generations: int = 6
+) -> int:
     """Every schedule against `full`, bit for bit; returns the number of tokens compared."""
     model, tokenizer = smollm2
     questions = ["What is 17 + 25?", "Name a colour.", "Write a haiku on rain.", "2 * 3 =", "Who are you?", "Hi!"]
     prompt_ids = encode_prompts([[{"role": "user", "content": q}] for q in questions], tokenizer)
     sampling = SamplingConfig(max_new_tokens=num_tokens, seed=11)
-    reference = bits(run(model, prompt_ids, 6, sampling, policy="full", dtype=dtype))
+    reference = bits(run(model, prompt_ids, generations, sampling, policy="full", dtype=dtype))
     for policy, slots in schedules:
-        rollout = run(model, prompt_ids, 6, sampling, policy=policy, num_slots=slots, dtype=dtype)
+        rollout = run(model, prompt_ids, generations, sampling, policy=policy, num_slots=slots, dtype=dtype)
         assert rollout.stats.deterministic
         assert bits(rollout) == reference, f"{policy} with {slots} slots"
     for p in range(6):
-        alone = run(model, [prompt_ids[p]], 6, sampling, keys=[p], num_slots=alone_slots, dtype=dtype)
-        assert bits(alone) == reference[6 * p : 6 * p + 6], f"prompt {p} alone"
+        alone = run(model, [prompt_ids[p]], generations, sampling, keys=[p], num_slots=alone_slots, dtype=dtype)
+        assert bits(alone) == reference[generations * p : generations * (p + 1)], f"prompt {p} alone"
     return (len(schedules) + 1) * sum(len(tokens) for tokens, _, _ in reference)
 
 
@@ -86,7 +88,7 @@ def test_the_schedule_changes_no_bit(smollm2, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_schedule_changes_no_bit_over_20000_tokens(smollm2, dtype):
     schedules = [("micro", 8), *(("fixed-slot", slots) for slots in (1, 3, 8, 32))]
-    compared = compare_schedules(smollm2, dtype, 140, schedules, 3)
+    compared = compare_schedules(smollm2, dtype, 140, schedules, 3, generations=10)
     print(f"{dtype}: {compared} tokens compared, token ids and log-probabilities bit-identical")
     assert compared >= 20_000
 

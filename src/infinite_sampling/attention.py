@@ -109,7 +109,7 @@ class PrefillContext:
         self.prompt.write(layer, self.start, key.to(self.dtype), value.to(self.dtype))
         end = self.start + query.shape[2]
         keys, values = self.prompt.keys_L[layer][:, :, :end], self.prompt.values_L[layer][:, :, :end]
-        mask = self._mask(query.shape[2], end, window, query.device)
+        mask = self._mask(end, window, query.device)
         query = query.to(self.dtype)
         if softcap is None:
             out = F.scaled_dot_product_attention(
@@ -125,7 +125,7 @@ class PrefillContext:
             )
         return out.transpose(1, 2)
 
-    def _mask(self, num_rows: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, end: int, window: int | None, device: torch.device) -> Tensor | None:
         """(t, end) booleans of what may be seen; None where plain causality of a square says it all."""
         if self.start == 0 and (window is None or end <= window):
             return None

@@ -141,7 +141,7 @@ class RolloutEngine:
     def _run(self, loop: _Loop) -> Iterator[Completion]:
         if not loop.groups_P:
             return
-        with loop.clock(), self.runner.attached(), loop.progress_bar(self.config.progress):
+        with loop.timed("wall_seconds"), self.runner.attached(), loop.progress_bar(self.config.progress):
             try:
                 loop.begin()
                 while not loop.scheduler.done:
@@ -216,7 +216,7 @@ class _Loop:
             yield
 
     def begin(self) -> None:
-        """Measure whether the run is deterministic, and reserve what every step needs."""
+        """Measure whether the run is deterministic."""
         self.stats.deterministic = self.runner.is_deterministic(self.scheduler.num_slots)
 
     def step(self) -> list[Completion]:
@@ -248,7 +248,7 @@ class _Loop:
         self.pool.admit(slot, member.prompt_index)
         self.running[slot] = _Running(member, group.prompt_key, _member_key(group, member), self._limit(member))
         if self.sampling.repetition_penalty != 1.0:
-            self._mark_seen(slot, group.prompt_ids, fresh=True)
+            self._mark_seen(slot, group.prompt_ids)
         self._emit("start", slot, member)
 
     def _limit(self, member: Member) -> int:
@@ -344,13 +344,13 @@ class _Loop:
             self.prompt_logits.pop(p, None)
         return running
 
-    def _mark_seen(self, slot: int, token_ids: Sequence[int], *, fresh: bool) -> None:
+    def _mark_seen(self, slot: int, prompt_ids: Sequence[int]) -> None:
+        """Let the member that took `slot` start from its prompt's tokens alone."""
         if self.seen_SV is None:
             shape = (self.scheduler.num_slots, self.runner.vocab_size)
             self.seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.runner.device)
-        if fresh:
-            self.seen_SV[slot] = False
-        self.seen_SV[slot, torch.tensor(list(token_ids), device=self.runner.device)] = True
+        self.seen_SV[slot] = False
+        self.seen_SV[slot, torch.tensor(list(prompt_ids), device=self.runner.device)] = True
 
     def _emit(
         self,
@@ -380,12 +380,6 @@ class _Loop:
             yield
         finally:
             setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - begun)
-
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        """Wall seconds of the whole rollout."""
-        with self.timed("wall_seconds"):
-            yield
 
 
 def _member_key(group: PromptGroup, member: Member) -> int:

@@ -62,22 +62,16 @@ def row_dependent_parameters(model: nn.Module) -> list[str]:
     Experts, for example, multiply as many rows as routing sends them.
     """
     known = {id(p) for m in model.modules() if type(m) in (nn.Linear, nn.Embedding) for p in m.parameters(False)}
-    adapters = ("lora_",)
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p.dim() > 1 and id(p) not in known and not any(part in name for part in adapters)
-    ]
+    return [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known and "lora_" not in name]
 
 
 @contextmanager
-def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> Iterator[int]:
-    """Run every plain `nn.Linear` of `model` in `dtype`; yields the bytes of the copies made.
+def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> Iterator[None]:
+    """Run every plain `nn.Linear` of `model` in `dtype`.
 
     Subclasses (quantised layers) keep their own forward. All is put back on exit.
     """
     patched: list[tuple[Any, Kernel | None]] = []
-    num_bytes = 0
     try:
         for module in model.modules():
             if type(module) is not nn.Linear or module.weight.is_meta:
@@ -86,8 +80,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | No
             kernel = make_kernel(weight, module.bias, dtype, torch.float32 if module is output_head else dtype)
             patched.append((module, module.__dict__.get("forward")))
             patched[-1][0].forward = kernel
-            num_bytes += weight.numel() * copy_bytes_per_weight(weight.device.type, dtype, weight.dtype)
-        yield num_bytes
+        yield
     finally:
         for module, forward in patched:
             if forward is None:

@@ -61,7 +61,6 @@ class ModelRunner:
                 f"{len(self._odd_parameters)} such) is no plain linear layer; decode in the dtype of the weights"
             )
         self.prefill_chunk_tokens = config.prefill_chunk_tokens
-        self.copied_weight_bytes = 0
         # The class's own forward: an instance may carry accelerate's autocast wrapper.
         self._forward = functools.partial(type(self.model).forward, self.model)
         self._keep_kwarg = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
@@ -96,7 +95,7 @@ class ModelRunner:
             for config in configs:
                 config._attn_implementation = attention.IMPLEMENTATION
             head = self.model.get_output_embeddings()
-            self.copied_weight_bytes = stack.enter_context(linear.compute_in(self.model, self.dtype, head))
+            stack.enter_context(linear.compute_in(self.model, self.dtype, head))
             yield
 
     @torch.no_grad()
@@ -201,13 +200,12 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def compute_dtype(model: nn.Module, name: str) -> torch.dtype:
+def compute_dtype(model: Any, name: str) -> torch.dtype:
     """The dtype decoding computes in: `auto` and `weights` take the weights' own."""
     if name in ("auto", "weights"):
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+        dtype: torch.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    else:
+        dtype = getattr(torch, name)
     return dtype
 
 

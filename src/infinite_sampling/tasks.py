@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from infinite_sampling.config import ConfigError, nearest
+from infinite_sampling.prompts import conversation_problem
 from infinite_sampling.rewards import (
     SECONDS_PER_ANSWER,
     Score,
@@ -82,9 +84,11 @@ def load_task(
     """
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ConfigError(f"size must be an integer of at least 1, got {size!r}")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options must be a mapping of names to values, got {options!r}")
     gym_name = source.removeprefix(GYM_PREFIX)
-    is_file = source.endswith((".jsonl", ".json")) or Path(source).is_file()
-    is_hub = "/" in source or Path(source).is_dir()
+    is_file = source.endswith((".jsonl", ".json")) or os.path.isfile(source)
+    is_hub = "/" in source or os.path.isdir(source)
     if source.startswith(GYM_PREFIX) or not (is_file or is_hub):
         frame = functools.partial(_framed, suffix=GYM_SUFFIX if suffix is None else suffix, chat=chat)
         return _gym_task(gym_name, size or GYM_SIZE, seed, options or {}, frame)
@@ -102,10 +106,8 @@ def _framed(prompt: Any, *, suffix: str, chat: bool) -> Any:
     if isinstance(prompt, str) and prompt.strip():
         text = f"{prompt}\n{suffix}" if suffix else prompt
         return [{"role": "user", "content": text}] if chat else text
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"expected text or a list of messages, got {prompt!r}")
-    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
-        raise ValueError(f"expected messages with 'role' and 'content', got {prompt!r}")
+    if problem := conversation_problem(prompt):
+        raise ValueError(f"expected text or messages with 'role' and 'content': {problem}")
     if not suffix:
         return prompt
     last = prompt[-1]
@@ -162,19 +164,43 @@ def _read_jsonl(path: Path, size: int | None, candidates: Sequence[str], frame: 
             continue
         try:
             row = json.loads(line)
+        except RecursionError as error:
+            raise ConfigError(f"{path}, line {number}: nested too deep to be read, got {line[:60]!r}") from error
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: expected one JSON object a line, got {line[:60]!r}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-        rows.append(_normal_row(row, f"{path}, line {number}", candidates, frame))
+        row = _normal_row(row, f"{path}, line {number}", candidates, frame)
+        if problem := _unstorable(row):
+            raise ConfigError(f"{path}, line {number}: {problem}")
+        rows.append(row)
     _check_size(str(path), size, len(rows))
     columns = dict.fromkeys(key for row in rows for key in row)  # the union, in order of appearance
     try:
         return _without_clashes(Dataset.from_dict({key: [row.get(key) for row in rows] for key in columns}))
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a row is nested too deep for a table; flatten it") from error
     except Exception as error:  # pyarrow's own classes
         raise ConfigError(
             f"{path}: the values of a column must have one type on all lines (text and messages are two): {error}"
         ) from error
+
+
+def _unstorable(row: Mapping[str, Any]) -> str | None:
+    """What no column of a table can hold: the first such value of a row, or None."""
+    left = [*row.items(), *((name, name) for name in row)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f"the field {name!r} holds an integer past 64 bits; write it as text"
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return f"the field {name!r} holds half a character ({value[:60]!a}); mend its \\u escapes"
+        elif isinstance(value, (list, dict)):
+            left += [(name, item) for item in ([*value, *value.values()] if isinstance(value, dict) else value)]
+    return None
 
 
 def _read_hub(

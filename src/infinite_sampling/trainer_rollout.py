@@ -1,7 +1,7 @@
 """One rollout for a TRL trainer, in the engine's terms.
 
 In: a trainer (its live model, its generation settings, the place of its rows). Out: a
-`SamplingConfig`, groups with their keys, completions a row; or the reason why the engine cannot.
+`SamplingConfig`, groups with their keys, completions a row; or the reason why the engine or TRL cannot.
 It knows nothing of rewards, losses, metrics or checkpoints.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import GenerationConfig, GenerationMixin
 from trl.extras.profiling import profiling_context
 from trl.models.utils import unwrap_model_for_generation
 
-from infinite_sampling.config import RolloutConfig, SamplingConfig
+from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig
 from infinite_sampling.engine import RolloutEngine, SlotEvent, unsupported_reason
 from infinite_sampling.model_runner import base_model
 from infinite_sampling.prompts import group_rows
@@ -44,6 +45,36 @@ _NEUTRAL_SETTINGS = {
     "encoder_no_repeat_ngram_size": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "diversity_penalty": 0.0, "guidance_scale": 1.0,
 }  # fmt: skip
+
+
+_COUNTS = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_generations",
+    "num_generations_eval", "num_iterations", "generation_batch_size", "steps_per_generation", "max_completion_length",
+)  # fmt: skip
+
+
+def check_settings(args: Any) -> None:
+    """Refuse settings that TRL's trainer takes and fails on later, or trains to nothing with.
+
+    Raises ConfigError.
+    """
+    for name in _COUNTS:
+        value = getattr(args, name)
+        optional = name not in ("num_generations", "max_completion_length")
+        if not (value is None and optional) and not (isinstance(value, int) and value >= 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+    for field in dataclasses.fields(args):
+        if isinstance(value := getattr(args, field.name, None), float) and math.isnan(value):
+            raise ConfigError(f"{field.name} must be a number, got {value!r}")
+    if not 0 < args.temperature < math.inf:
+        raise ConfigError(
+            f"temperature must be a finite number above 0, got {args.temperature!r}: the loss divides by it; to "
+            "train on greedy completions, set do_sample to false in generation_kwargs"
+        )
+    if not 0 <= args.learning_rate < math.inf:
+        raise ConfigError(f"learning_rate must be a finite number of at least 0, got {args.learning_rate!r}")
+    if not 0 <= args.seed < 2**32:
+        raise ConfigError(f"seed must be at least 0 and below 2**32, got {args.seed!r}")
 
 
 class TrainerSampler:

@@ -31,6 +31,7 @@ from infinite_sampling.engine import SlotEvent
 from infinite_sampling.trainer_rollout import (
     ToolRows,
     TrainerSampler,
+    check_settings,
     fallback_reason,
     mode_of,
     sampling_config,
@@ -110,6 +111,7 @@ class InfiniteGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         super().__post_init__()
         config = self.rollout_config()
         if config.policy == "dynamic-slot" and not self.rollout_allow_biased:
@@ -168,6 +170,7 @@ class InfiniteGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, event_callback: EventCallback | None = None, **kwargs: Any) -> None:
         check_trl(GRPOTrainer)
         super().__init__(*args, **kwargs)
+        check_settings(self.args)
         self.event_callback = event_callback
         config = self.args.rollout_config() if isinstance(self.args, InfiniteGRPOConfig) else RolloutConfig()
         self._rollout_sampler = TrainerSampler(config)

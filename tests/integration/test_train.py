@@ -37,6 +37,7 @@ def train(model_path, tmp_path, capsys):
         flags = [f"--{name}={value}" for name, value in settings.items() if value is not None]
         code = main(["train", *flags, *argv, "--json"])
         out, err = capsys.readouterr()
+        train.errors = err
         return code, json.loads(out.splitlines()[-1]) if code == 0 else err
 
     return train
@@ -77,6 +78,71 @@ def test_what_cannot_be_resumed_is_refused_before_work(train, tmp_path):
         code, err = train(**settings)
         assert code == 2 and words in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (("temperature", -1), "temperature must be a finite number above 0, got -1.0"),
+        (("temperature", 0), "temperature must be a finite number above 0, got 0.0"),
+        (("temperature", "nan"), "temperature must be a number, got nan"),
+        (("top_p", 0), "top_p must be in (0, 1]"),
+        (("max_completion_length", 0), "max_completion_length must be an integer of at least 1, got 0"),
+        (("max_completion_length", 5000), "max_completion_length (5000) leaves no room"),
+        (("report_to", "foo"), "report_to must name trackers that are installed"),
+        (("seed", -1), "seed must be at least 0"),
+        (("learning_rate", "nan"), "learning_rate must be a number, got nan"),
+        (("learning_rate", -1), "learning_rate must be a finite number of at least 0"),
+        (("adam_beta1", 2), "Invalid beta parameter"),  # found by torch, just before the first step
+        (("per_device_train_batch_size", 0), "per_device_train_batch_size must be an integer of at least 1, got 0"),
+        (("gradient_accumulation_steps", 0), "gradient_accumulation_steps must be an integer of at least 1, got 0"),
+    ],
+)
+def test_a_wrong_setting_begins_no_run(train, tmp_path, setting, words):
+    code, err = train(**dict([setting]))
+    assert code == 2 and words in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.parametrize("value", ["None", "float('nan')"])
+def test_steps_without_a_reward_are_reported_as_such(train, tmp_path, monkeypatch, value):
+    (tmp_path / "no_rewards.py").write_text(
+        f"def f(completions, **columns):\n    return [{value}] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "no_rewards", raising=False)
+    code, summary = train(reward="no_rewards:f")
+    assert code == 0 and summary["steps"] == 2 and summary["reward_by_step"] == [None, None]
+    assert "step 2/2, reward none," in train.errors and "reward          none none" in train.errors
+    assert len(list(read_jsonl(tmp_path / "run" / "completions.jsonl"))) == 8
+
+
+def test_a_failing_reward_is_one_line_and_keeps_the_completions(train, tmp_path, monkeypatch):
+    (tmp_path / "bad_rewards.py").write_text("def f(completions, **columns):\n    raise KeyError('boo')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, err = train(reward="bad_rewards:f")
+    assert code == 2 and "'bad_rewards:f' raised KeyError: 'boo'" in err and "bad_rewards.py, line 2" in err
+    assert len(err.splitlines()) == 1 and len(list(read_jsonl(tmp_path / "run" / "completions.jsonl"))) == 4
+
+
+def test_the_last_whole_checkpoint_is_resumed_from(train, tmp_path):
+    folder = tmp_path / "run"
+    assert train(save_strategy="steps", save_steps=1)[0] == 0
+    state = folder / "checkpoint-2" / "trainer_state.json"
+    os.truncate(state, 50)
+    code, err = train(resume_from_checkpoint=state.parent)
+    assert code == 2 and "trainer_state.json is cut short" in err and len(err.splitlines()) == 1
+    code, summary = train(resume_from_checkpoint="true")
+    assert code == 0 and summary["steps"] == 2 and summary["logged_steps"] == [2]
+    state.unlink()  # as after a kill while the checkpoint was written
+    code, summary = train(resume_from_checkpoint="true")
+    assert code == 0 and summary["logged_steps"] == [2]
+    assert f"resuming from {folder / 'checkpoint-1'}, the last whole checkpoint (checkpoint-2: no" in train.errors
+    (folder / "checkpoint-1" / "trainer_state.json").unlink()
+    code, err = train(resume_from_checkpoint="true")
+    assert code == 2 and "no checkpoint to resume from" in err and "checkpoint-1: no trainer_state.json" in err
 
 
 def test_several_processes_must_name_their_folder(train, monkeypatch):

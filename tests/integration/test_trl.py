@@ -463,6 +463,11 @@ def test_every_rollout_setting_has_its_twin():
         ({"rollout_num_slots": 0}, "num_slots must be an integer of at least 1"),
         ({"rollout_dtype": "float64"}, "unknown dtype"),
         ({"rollout_policy": "dynamic-slot"}, "favours short completions"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0: the loss divides by it"),
+        ({"temperature": float("inf")}, "temperature must be a finite number above 0, got inf"),
+        ({"num_generations": 2.0}, "num_generations must be an integer of at least 1, got 2.0"),
+        ({"max_completion_length": None}, "max_completion_length must be an integer of at least 1, got None"),
+        ({"weight_decay": float("nan")}, "weight_decay must be a number, got nan"),
     ],
 )
 def test_a_wrong_setting_fails_at_construction(tmp_path, settings, message):

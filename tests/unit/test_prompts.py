@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +56,33 @@ def test_conversation_without_a_template_is_refused():
 def test_what_is_no_prompt_is_refused_by_its_index(tokenizer, bad):
     with pytest.raises(ConfigError, match="prompt 1 must be text or a non-empty list of messages"):
         encode_prompts(["fine", bad], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": 5}, "the 'content' of message 1 must be text, got 5"),
+        ({"role": "user", "content": None}, "the 'content' of message 1 must be text, got None"),
+        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, "the 'content' .* join the blocks"),
+        ({"role": 5, "content": "Hi"}, "the 'role' of message 1 must be text, got 5"),
+    ],
+)
+def test_a_message_that_is_no_text_is_refused_by_its_prompt(tokenizer, message, problem):
+    with pytest.raises(ConfigError, match=f"prompt 2 must be text or .*: {problem}"):
+        encode_prompts(["fine", QUESTION, [*QUESTION, message]], tokenizer)
+
+
+def test_a_call_of_a_tool_needs_no_content(tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    template = "{% for m in messages %}{{ m['content'] or 'call' }}{% endfor %}"
+    (ids,) = encode_prompts([[*QUESTION, call]], tokenizer, chat_template_kwargs={"chat_template": template})
+    assert tokenizer.decode(ids) == "What is 17 + 5?call"
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match=r"prompt 1 is refused by .* roles must alternate; got the roles user"):
+        encode_prompts(["plain", QUESTION], tokenizer, chat_template_kwargs={"chat_template": template})
 
 
 def test_empty_prompt_is_refused_by_its_index(tokenizer):
@@ -122,11 +150,30 @@ def test_group_sizes_and_keys_can_be_given_for_each_prompt():
         ({"num_generations": 2, "member_keys": [3, 3]}, "repeat a key"),
         ({"num_generations": 2, "member_keys": [[0, 1]]}, "one list for each of 2 prompts"),
         ({"num_generations": 2, "prompt_keys": [0, 2**32]}, "below 2\\*\\*32"),
+        ({"num_generations": 2.0}, "num_generations must be an integer of at least 1, got 2.0"),
+        ({"num_generations": None}, "num_generations must be an integer of at least 1, got None"),
+        ({"num_generations": [2, 2.5]}, "num_generations must be an integer of at least 1, got 2.5"),
+        ({"num_generations": 2, "prompt_keys": 5}, "prompt_keys must be a list of integers, got 5"),
+        ({"num_generations": 2, "prompt_keys": [1.5, 2]}, "each of prompt_keys must be an integer"),
+        ({"num_generations": 2, "member_keys": 5}, "member_keys must be a list of integers, got 5"),
+        (
+            {"num_generations": 2, "member_keys": [[0, 1], 5]},
+            "one list for each|of prompt 1 must be a list of integers",
+        ),
     ],
 )
 def test_wrong_sizes_and_keys_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         group_prompts([[1], [2]], **arguments)
+
+
+def test_sizes_and_keys_can_be_numpys():
+    expected = group_prompts([[1], [2]], 2, prompt_keys=[7, 3], member_keys=[6, 5])
+    for size in (np.int64(2), np.array([2, 2])):
+        for member_keys in (np.array([6, 5]), np.array([[6, 5], [6, 5]])):
+            groups = group_prompts(np.array([[1], [2]]), size, prompt_keys=np.array([7, 3]), member_keys=member_keys)
+            assert groups == expected
+            assert all(type(key) is int for group in groups for key in (group.prompt_key, *group.member_keys))
 
 
 def test_group_size_below_one_is_refused_without_prompts():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from infinite_sampling import run_directory
 from infinite_sampling.config import ConfigError
 from infinite_sampling.engine import SlotEvent
-from infinite_sampling.run_directory import RunDirectory, read_jsonl
+from infinite_sampling.run_directory import RunDirectory, WriteError, read_jsonl
 from infinite_sampling.types import Completion, FinishReason, Member
 
 
@@ -35,9 +37,54 @@ def test_events_become_lines_at_once(tmp_path):
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
-    RunDirectory(tmp_path, command="rollout", config={}, seed=0).close()
+    RunDirectory(tmp_path, command="rollout", config={}, seed=0).begin()
     with pytest.raises(ConfigError, match="already holds a run"):
         RunDirectory(tmp_path, command="rollout", config={}, seed=0)
+
+
+def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path):
+    for _ in range(2):
+        RunDirectory(tmp_path / "a" / "run", command="rollout", config={}, seed=0).close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_of_several_that_begin_in_one_folder_gets_it(tmp_path, monkeypatch, has_links):
+    def link(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    if not has_links:  # as on exFAT and some network folders
+        monkeypatch.setattr("os.link", link)
+    rivals = [RunDirectory(tmp_path / "run", command="rollout", config={"a": n}, seed=0) for n in range(8)]
+    barrier = threading.Barrier(len(rivals))
+
+    def begin(rival):
+        barrier.wait()
+        try:
+            with rival:
+                rival.append("completions", rival._header["config"])
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(rivals)) as pool:
+        errors = list(pool.map(begin, rivals))
+    [winner] = [n for n, error in enumerate(errors) if error is None]
+    assert all("already holds a run" in error for error in errors if error)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["completions.jsonl", "run.json"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"] == {"a": winner}
+    assert list(read_jsonl(tmp_path / "run" / "completions.jsonl")) == [{"a": winner}]
+
+
+def test_a_full_disk_is_one_error_with_the_path_and_closing_is_harmless(tmp_path):
+    with RunDirectory(tmp_path, command="rollout", config={}, seed=0) as directory:
+        directory.event(finish(1))
+        directory._files["completions"].close()
+        directory._files["completions"] = open("/dev/full", "a")  # noqa: SIM115 - the directory closes it
+        with pytest.raises(
+            WriteError, match=r"cannot write .*completions.jsonl: No space left on device; .* make room"
+        ):
+            directory.event(finish(2))
+    assert [record["member_index"] for record in read_jsonl(tmp_path / "completions.jsonl")] == [1]
 
 
 def test_a_resumed_run_appends_behind_the_last_whole_line(tmp_path):
@@ -54,7 +101,7 @@ def test_a_resumed_run_appends_behind_the_last_whole_line(tmp_path):
 
 
 def test_resuming_into_a_new_folder_begins_a_run(tmp_path):
-    RunDirectory(tmp_path, command="train", config={}, seed=0, resume=True).close()
+    RunDirectory(tmp_path, command="train", config={}, seed=0, resume=True).begin()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -81,8 +128,9 @@ def test_processes_share_a_folder_and_no_file(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write the run directory"):
-        RunDirectory(tmp_path / "file" / "run", command="rollout", config={}, seed=0)
+    for path in (tmp_path / "file" / "run", tmp_path / "file", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="cannot write the run directory"):
+            RunDirectory(path, command="rollout", config={}, seed=0)
 
 
 def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path):

@@ -117,6 +117,13 @@ def test_prompt_wins_over_question_and_the_field_can_be_named(tmp_path):
         ('{"prompt": 5}', "line 2: the field 'prompt' is no prompt"),
         ('{"prompt": []}', "line 2: the field 'prompt' is no prompt"),
         ('{"prompt": [{"role": "user"}]}', "line 2: .* messages with 'role' and 'content'"),
+        ('{"prompt": [{"role": "user", "content": 5}]}', "line 2: .* the 'content' of message 0 must be text, got 5"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "line 2: .* message 0 must be text, got None"),
+        ('{"prompt": [{"role": 5, "content": "x"}]}', "line 2: .* the 'role' of message 0 must be text, got 5"),
+        ('{"prompt": [{"role": "user", "content": [{"text": "x"}]}]}', "line 2: .* join the blocks of text"),
+        ('{"prompt": "a\\ud800"}', "line 2: the field 'prompt' holds half a character"),
+        ('{"prompt": "a", "level": 18446744073709551616}', "line 2: the field 'level' holds an integer past 64 bits"),
+        ('{"prompt": "a", "level": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: nested too deep"),
     ],
 )
 def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
@@ -139,6 +146,10 @@ def test_bad_files_are_refused(tmp_path):
         load_task(str(tmp_path / "latin.jsonl"))
     with pytest.raises(ConfigError, match=r"options .min_terms, .* belong to reasoning-gym"):
         load_task(write(tmp_path / "fine.jsonl", {"prompt": "x"}), options=ONE_DIGIT)
+    with pytest.raises(ConfigError, match=r"options must be a mapping of names to values, got \[1\]"):
+        load_task("chain_sum", options=[1])
+    with pytest.raises(ConfigError, match="unknown task 'xxx"):
+        load_task("x" * 300)
 
 
 def test_line_separators_inside_text_do_not_split_a_line(tmp_path):
@@ -325,6 +336,8 @@ def user(tmp_path, monkeypatch):
         "def short(completions, **columns):\n    return [0.0]\n"
         "def text(completions, **columns):\n    return [1.0, 'good']\n"
         "def endless(completions, **columns):\n    return [1.0, float('inf')]\n"
+        "def string(completions, **columns):\n    return '1' * len(completions)\n"
+        "def strings(completions, **columns):\n    return ['1'] * len(completions)\n"
         "def nothing(completions, **columns):\n    return None\n"
         "def raises(completions, level, **columns):\n    return 1 / 0\n"
         "async def slow_raises(completions, **columns):\n    raise KeyError('gold')\n"
@@ -366,9 +379,14 @@ def test_async_user_rewards_stay_async_and_are_checked(user):
     [
         ("short", "'my_rewards:short' returned 1 rewards; expected a list of 2 numbers"),
         ("nothing", "'my_rewards:nothing' returned None; expected a list of 2"),
+        ("string", "'my_rewards:string' returned '11'; expected a list of 2 numbers"),
+        ("strings", "'my_rewards:strings' returned '1' for completion 0"),
         ("text", "'my_rewards:text' returned 'good' for completion 1 .prompt 'second'."),
         ("endless", "'my_rewards:endless' returned inf for completion 1"),
-        ("raises", "'my_rewards:raises' raised ZeroDivisionError: .*, on 2 completions, the first of prompt 'first'"),
+        (
+            "raises",
+            "'my_rewards:raises' raised ZeroDivisionError: .* on 2 completions, .* 'first' .*my_rewards.py, line",
+        ),
     ],
 )
 def test_mistakes_of_user_rewards_are_named(user, name, message):

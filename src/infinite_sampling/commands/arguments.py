@@ -1,7 +1,8 @@
 """Command-line flags and YAML keys, generated from dataclasses.
 
 In: argv and a `--config` file in TRL's own format. Out: instances of the dataclasses. Flags
-override the file; an unknown flag or key is a ConfigError that suggests the nearest.
+override the file; an unknown flag or key is a ConfigError that suggests the nearest, and a value in
+the file that is not of its setting's type one that names the setting.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import ast
 import dataclasses
 import inspect
 import json
+import logging
 import os
+import secrets
 import sys
 import textwrap
 import time
 import typing
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from trl.scripts.utils import TrlParser
 
+from infinite_sampling.commands.config_file import read_config_file
 from infinite_sampling.config import ConfigError, RolloutConfig, SamplingConfig, nearest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,7 +49,7 @@ class SourceArguments:
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of a hub data set."})
     dataset_subset: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    dataset_options: str | None = field(
+    dataset_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of a reasoning-gym task as JSON, e.g. '{\"max_terms\": 3}'."}
     )
     dataset_suffix: str | None = field(
@@ -52,16 +57,25 @@ class SourceArguments:
     )
     prompt_field: str | None = field(default=None, metadata={"help": "The field of a row that holds the prompt."})
 
-    def load_task(self, seed: int) -> Any:
-        """The `Task` these arguments name. Raises ConfigError."""
+    def load_task(self, seed: int, tokenizer: Any = None) -> Any:
+        """The `Task` these arguments name; a tokenizer without chat template gets plain text. Raises ConfigError."""
         from infinite_sampling.tasks import load_task
 
-        options = self.dataset_options
+        if self.dataset_size is not None and self.dataset_size < 1:
+            raise ConfigError(f"dataset_size must be an integer of at least 1, got {self.dataset_size!r}")
+        options: Any = self.dataset_options
         if isinstance(options, str):
             try:
                 options = json.loads(options)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"dataset_options must be a JSON object, got {options!r}: {error}") from error
+        if options is not None and not isinstance(options, dict):
+            raise ConfigError(f"dataset_options must be a JSON object such as '{{\"max_terms\": 3}}', got {options!r}")
+        chat = tokenizer is None or bool(tokenizer.chat_template)
+        if not chat:
+            logger.warning(
+                "the tokenizer of %s has no chat template: prompts of plain text are given as text", self.model
+            )
         return load_task(
             self.dataset,
             size=self.dataset_size,
@@ -71,6 +85,7 @@ class SourceArguments:
             options=options,
             suffix=self.dataset_suffix,
             prompt_field=self.prompt_field,
+            chat=chat,
         )
 
 
@@ -85,7 +100,7 @@ def _field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-_FLAG_TYPES: dict[str, Any] = {"eos_token_ids": list[int] | None, "stop": list[str] | None, "kv_budget": str | None}
+_FLAG_TYPES: dict[str, Any] = {"eos_token_ids": list[int] | None, "stop": list[str] | None}
 _NO_FLAG = {"forced_lengths", "progress"}
 
 
@@ -120,13 +135,22 @@ def to_config(arguments: Any, cls: type, **changes: Any) -> Any:
     return cls(**{**values, **changes})
 
 
+class _Parser(TrlParser):  # type: ignore[misc, unused-ignore]
+    """TRL's parser, its complaints in one line."""
+
+    def error(self, message: str) -> Any:
+        """Raise ConfigError, where argparse would print every flag and exit."""
+        raise ConfigError(f"{message}; {self.prog} --help documents the flags")
+
+
 def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, description: str) -> tuple[Any, ...]:
     """Instances of the dataclasses from flags over `--config`.
 
-    Raises ConfigError for an unknown flag or key, a missing or broken file, a refused setting.
+    Raises ConfigError for an unknown flag or key, a missing or broken file, a value of the wrong
+    type, a refused setting.
     """
     argv = _split_config(argv)
-    parser = TrlParser(list(dataclasses_), prog=program, description=description, allow_abbrev=False)
+    parser = _Parser(list(dataclasses_), prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="A YAML file of these settings, as TRL's commands take it; flags override it.")
     known = {option for action in parser._actions for option in action.option_strings}
     for argument in argv:
@@ -137,14 +161,16 @@ def parse(dataclasses_: Sequence[Any], argv: Sequence[str], program: str, descri
         index = argv.index("--config") + 1
         if index >= len(argv):
             raise ConfigError("--config needs a YAML file")
-        _check_yaml(Path(argv[index]), {action.dest for action in parser._actions})
+        values = read_config_file(Path(argv[index]), dataclasses_)
+        parser.set_defaults_with_config(**values)
+        del argv[index - 1 : index + 1]
     quiet_libraries()
     try:
         parsed = tuple(parser.parse_args_and_config(argv))
     except ConfigError:
         raise
     except ValueError as error:  # a setting that TRL or transformers refuses
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(str(error)) from error
     return parsed[: len(dataclasses_)]  # without the namespace that holds --config
 
 
@@ -156,20 +182,6 @@ def _split_config(argv: Sequence[str]) -> list[str]:
     if split.count("--config") > 1:
         raise ConfigError("--config was given more than once; put the settings in one file, or override by flags")
     return split
-
-
-def _check_yaml(path: Path, known: Iterable[str]) -> None:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
-    for key in values:
-        if key != "env" and key not in set(known):
-            raise ConfigError(f"{path}: unknown key {key!r}: {nearest(str(key), known)}")
 
 
 def quiet_libraries() -> None:
@@ -184,5 +196,5 @@ def quiet_libraries() -> None:
 
 
 def default_output_folder(command: str) -> str:
-    """A new folder below `runs`, named by the time."""
-    return os.path.join("runs", time.strftime(f"{command}-%Y%m%d-%H%M%S"))
+    """A new folder below `runs`, named by the time, and by chance since two runs can start at one time."""
+    return os.path.join("runs", f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")

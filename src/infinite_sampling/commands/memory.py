@@ -24,7 +24,9 @@ class MemoryArguments:
     num_prompts: int = field(default=1, metadata={"help": "Prompts in one rollout."})
     max_new_tokens: int = field(default=256, metadata={"help": "Longest completion, in tokens."})
     num_slots: int | None = field(default=None, metadata={"help": "Slots g; default: one for each member."})
-    budget: str | None = field(default=None, metadata={"help": "Bytes of KV allowed, e.g. 512MiB: how many slots fit?"})
+    budget: int | str | None = field(
+        default=None, metadata={"help": "Bytes of KV allowed, e.g. 512MiB: how many slots fit?"}
+    )
     dtype: str = field(default="bfloat16", metadata={"help": "Dtype of decoding and KV: float32, bfloat16, float16."})
     weights_dtype: str = field(default="float32", metadata={"help": "Dtype the weights are held in."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,32 +47,48 @@ def main(argv: Sequence[str], program: str) -> int:
     device = choose_device(arguments.device)
     sampling = to_config(sampling_flags, SamplingConfig)
     config = to_config(engine_flags, RolloutConfig, progress=not arguments.no_progress)
-    task = source.load_task(sampling.seed)
 
     from infinite_sampling.engine import RolloutEngine, SlotEvent
+    from infinite_sampling.models import load_model, load_tokenizer
     from infinite_sampling.progress import format_stats
     from infinite_sampling.prompts import encode_prompts
-    from infinite_sampling.run_directory import RunDirectory, completion_record
+    from infinite_sampling.run_directory import RunDirectory, WriteError, completion_record
 
-    model, tokenizer = load(source, arguments, device)
-    prompt_ids = encode_prompts(list(task.dataset["prompt"]), tokenizer)
-    engine = RolloutEngine(model, tokenizer, config)
     settings = [dataclasses.asdict(part) for part in (arguments, source, sampling, config)]
-    with ExitStack() as stack:
-        directory = stack.enter_context(
-            RunDirectory(
-                arguments.output_dir or default_output_folder("rollout"),
-                command="rollout",
-                config={key: value for part in settings for key, value in part.items()},
-                seed=sampling.seed,
-                decode=tokenizer.decode,
-            )
-        )
+    with RunDirectory(
+        arguments.output_dir or default_output_folder("rollout"),
+        command="rollout",
+        config={key: value for part in settings for key, value in part.items()},
+        seed=sampling.seed,
+    ) as directory:
+        options: Any = {"revision": source.model_revision, "trust_remote_code": arguments.trust_remote_code}
+        tokenizer = load_tokenizer(source.model, **options)
+        directory.decode = lambda ids: str(tokenizer.decode(ids))
+        task = source.load_task(sampling.seed, tokenizer)
+        prompt_ids = encode_prompts(list(task.dataset["prompt"]), tokenizer)
+        model = load_model(source.model, dtype=arguments.weights_dtype, device=device, **options)
+        engine = RolloutEngine(model, tokenizer, config)
+
+        def show(event: SlotEvent) -> None:
+            if event.completion is None or arguments.json:
+                return
+            try:
+                print(json.dumps(completion_record(event.completion, directory.decode), ensure_ascii=False), flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write standard output: {error.strerror}; {directory.path} holds what has finished"
+                ) from error
 
         def on_event(event: SlotEvent) -> None:
-            directory.event(event)
-            if event.completion is not None and not arguments.json:
-                print(json.dumps(completion_record(event.completion, tokenizer.decode), ensure_ascii=False), flush=True)
+            try:
+                directory.event(event)
+            except OSError:  # a full disk: what has just finished can still be shown
+                with suppress(OSError):
+                    show(event)
+                raise
+            show(event)
 
         rollout = engine.rollout(prompt_ids, arguments.num_generations, sampling, on_event=on_event)
         directory.append("metrics", rollout.stats.to_dict())
@@ -96,12 +112,3 @@ def choose_device(name: str | None) -> str:
     if device.type == "cuda" and (device.index or 0) >= (num_devices := torch.cuda.device_count()):
         raise ConfigError(f"no device {name!r}: torch finds {num_devices} CUDA devices; name another, or cpu")
     return name
-
-
-def load(source: SourceArguments, arguments: Any, device: str) -> tuple[Any, Any]:
-    """The model on its device, and its tokenizer. Raises ConfigError."""
-    from infinite_sampling.models import load_model, load_tokenizer
-
-    options = {"revision": source.model_revision, "trust_remote_code": arguments.trust_remote_code}
-    tokenizer = load_tokenizer(source.model, **options)
-    return load_model(source.model, dtype=arguments.weights_dtype, device=device, **options), tokenizer

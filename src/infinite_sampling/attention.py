@@ -14,7 +14,7 @@ what keeps a row's bits independent of its batch mates (DESIGN rule 1).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,28 +24,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from infinite_sampling.kv_pool import KVPool, PromptKV
+from infinite_sampling.kv_pool import KVPool
+from infinite_sampling.linear import has_native_bfloat16
 
 IMPLEMENTATION = "infinite_sampling"
 """The name under which `attention_forward` is registered with transformers."""
 
 _MASKED = float("-inf")
+_SMALL_PRODUCT = 4096
+"""Multiplications up to which a CPU takes another kernel for bfloat16, by the size of the whole batch."""
+_VECTOR = 64
+"""Elements that vector code takes at once, at the most (two registers of float16 with AVX-512)."""
 _running = threading.local()
+
+
+class ScoreRule(NamedTuple):
+    """How a layer turns products of query and key into scores."""
+
+    scale: float
+    window: int | None
+    """A token sees this many tokens back, itself included; None sees all."""
+    softcap: float | None
+    """Scores are softcap * tanh(score / softcap)."""
 
 
 class Context(Protocol):
     """What a forward pass is attending to."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """Store key and value (B, Hkv, t, D), attend query (B, Hq, t, D); returns (B, t, Hq, D)."""
         ...
 
@@ -85,35 +91,29 @@ def attention_forward(
         raise RuntimeError(f"{type(module).__name__} uses attention sinks or position biases, which are not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window and sliding_window > 0 else None
-    return context.attend(module.layer_idx, query, key, value, float(scale), window, softcap), None
+    return context.attend(module.layer_idx, query, key, value, ScoreRule(float(scale), window, softcap)), None
 
 
 class PrefillContext:
-    """One chunk of one prompt: tokens start..start+t-1, after those already in `prompt`."""
+    """One chunk of one held prompt: tokens start..start+t-1, after those already written."""
 
-    def __init__(self, prompt: PromptKV, start: int, dtype: torch.dtype) -> None:
-        self.prompt, self.start, self.dtype = prompt, start, dtype
+    def __init__(self, pool: KVPool, prompt: int, start: int, dtype: torch.dtype) -> None:
+        self.pool, self.prompt, self.start, self.dtype = pool, prompt, start, dtype
+        self.layers: list[int] = []
+        """Layers that have attended, in order."""
         self._masks: dict[int | None, Tensor | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """Attend a chunk (1, Hq, t, D) to the prompt so far."""
-        self.prompt.write(layer, self.start, key.to(self.dtype), value.to(self.dtype))
+        self.layers.append(layer)
+        self.pool.write_prompt(self.prompt, layer, self.start, key.to(self.dtype), value.to(self.dtype))
         end = self.start + query.shape[2]
-        keys, values = self.prompt.keys_L[layer][:, :, :end], self.prompt.values_L[layer][:, :, :end]
-        mask = self._mask(end, window, query.device)
+        keys, values = (store[:, :, :end] for store in self.pool.prompt_kv(self.prompt, layer))
+        mask = self._mask(end, rule.window, query.device)
         query = query.to(self.dtype)
-        if softcap is None:
+        if rule.softcap is None:
             out = F.scaled_dot_product_attention(
-                query, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+                query, keys, values, mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True
             )
         else:
             groups = query.shape[1] // keys.shape[1]
@@ -121,7 +121,7 @@ class PrefillContext:
                 mask = torch.ones(end, end, dtype=torch.bool, device=query.device).tril()
             bias = torch.zeros(mask.shape, dtype=torch.float32, device=query.device).masked_fill_(~mask, _MASKED)
             out, _ = _attend_plain(
-                query, keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), bias, scale, softcap
+                query, keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1), bias, rule
             )
         return out.transpose(1, 2)
 
@@ -150,7 +150,7 @@ class _Masks:
 class _PromptRows(NamedTuple):
     """The rows of a forward that attend to one prompt."""
 
-    prompt: PromptKV
+    prompt: int
     rows: np.ndarray
     rows_index: Tensor | None
     """The same rows as a tensor; None where they are all rows in order."""
@@ -175,10 +175,15 @@ class DecodeContext:
         self.pool, self.device, self.dtype, self.num_real = pool, device, dtype, num_real
         self.slots_R, self.local_R = slots_R, local_R
         pages = pool.pages
-        self._write_pages = self._tensor(pages.table_SJ[slots_R[:num_real], local_R[:num_real] // pages.page_tokens])
+        written = pages.table_SJ[slots_R[:num_real], local_R[:num_real] // pages.page_tokens]
+        if written.min() < 0:
+            raise RuntimeError(
+                f"slot {slots_R[written.argmin()]} has no page for its token {local_R[written.argmin()]}"
+            )
+        self._write_pages = self._tensor(written)
         self._write_offsets = self._tensor(local_R[:num_real] % pages.page_tokens)
-        self.prompt_R = np.array([pool.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
-        self.prompt_tokens_R = np.array([pool.prompts[int(p)].num_tokens for p in self.prompt_R], dtype=np.int64)
+        self.prompt_R = np.array([pages.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
+        self.prompt_tokens_R = np.array([pages.prompts[int(p)].num_tokens for p in self.prompt_R], dtype=np.int64)
         self._plan_pages()
         self._prompt_rows: dict[int, list[_PromptRows]] = {}
         self._masks: dict[tuple[int | None, int], _Masks] = {}
@@ -226,42 +231,29 @@ class DecodeContext:
             whole = len(rows) == len(self.prompt_R) == num_rows
             rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
             index = None if whole else self._tensor(rows)
-            plan.append(_PromptRows(self.pool.prompts[int(prompt_index)], rows, index))
+            plan.append(_PromptRows(int(prompt_index), rows, index))
         return plan
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """Attend rows (R, Hq, 1, D); returns (R, 1, Hq, D)."""
-        real = self.num_real
-        pages = self.pool.pages
-        pages.write(
-            layer,
-            self._write_pages,
-            self._write_offsets,
-            key[:real, :, 0].to(self.dtype),
-            value[:real, :, 0].to(self.dtype),
-        )
-        keys, values = pages.keys_L[layer], pages.values_L[layer]
+        real, pool = self.num_real, self.pool
+        new_keys, new_values = key[:real, :, 0].to(self.dtype), value[:real, :, 0].to(self.dtype)
+        pool.write_members(layer, self._write_pages, self._write_offsets, new_keys, new_values)
+        keys, values = pool.keys_L[layer], pool.values_L[layer]
         num_rows, num_heads, _, dim = query.shape
         query = query.to(self.dtype).view(num_rows, keys.shape[1], -1, dim)  # (R, Hkv, Hq/Hkv, D)
         heads = query.shape[2]
         if heads not in self._prompt_rows:
             self._prompt_rows[heads] = self._plan_prompts(heads)
-        masks = self._masks_for(window, heads)
+        masks = self._masks_for(rule.window, heads)
         if self.page_E is None:
-            keys, values = keys[: pages.num_high], values[: pages.num_high]
+            keys, values = keys[: pool.pages.num_high], values[: pool.pages.num_high]
         else:
             keys, values = keys[self.page_E], values[self.page_E]
-        page_out, page_lse = attend_segment(
-            query[self._row_E], keys[:, :, : self.num_keys], values[:, :, : self.num_keys], masks.pages, scale, softcap
+        # In pages this short, plain products take half the time of the flash kernel in bfloat16.
+        attend_pages = _attend_plain if has_native_bfloat16() or query.device.type != "cpu" else attend_segment
+        page_out, page_lse = attend_pages(
+            query[self._row_E], keys[:, :, : self.num_keys], values[:, :, : self.num_keys], masks.pages, rule
         )
         prompt_out = page_out.new_empty(num_rows, num_heads, page_out.shape[-1])
         prompt_lse = page_lse.new_empty(num_rows, num_heads)
@@ -269,7 +261,7 @@ class DecodeContext:
             queries = query if rows is None else query[rows]
             shape = queries.shape
             queries = queries.transpose(0, 1).reshape(1, shape[1], -1, dim)  # (1, Hkv, r * Hq/Hkv, D)
-            out, lse = attend_segment(queries, prompt.keys_L[layer], prompt.values_L[layer], mask, scale, softcap)
+            out, lse = attend_segment(queries, *pool.prompt_kv(prompt, layer), mask, rule)
             out = out.view(shape[1], shape[0], shape[2], -1).transpose(0, 1).reshape(shape[0], num_heads, -1)
             lse = lse.view(shape[1], shape[0], shape[2]).transpose(0, 1).reshape(shape[0], num_heads)
             if rows is None:
@@ -304,8 +296,9 @@ class DecodeContext:
             hidden_RJ[:, 1:] |= page_end_J <= self.local_R[:, None] - window + 1
             hidden_RJ[:, 0] = position_R - (self.prompt_tokens_R - 1) >= window
             for i, (prompt, rows, _) in enumerate(prompt_rows):
-                if prompt.num_tokens + self.pool.pages.max_pages * self.pool.pages.page_tokens > window:
-                    seen = np.arange(prompt.num_tokens) > (position_R[rows] - window)[:, None]
+                tokens = self.pool.pages.prompts[prompt].num_tokens
+                if tokens + self.pool.pages.max_pages * self.pool.pages.page_tokens > window:
+                    seen = np.arange(tokens) > (position_R[rows] - window)[:, None]
                     seen |= ~seen.any(axis=1, keepdims=True)
                     prompt_masks[i] = seen
         seen_E = (offsets_K < self.end_E[:, None]) & (offsets_K >= first_E[:, None])
@@ -335,19 +328,19 @@ def _segment_rows(num_rows: int, heads: int) -> int:
 
 
 def attend_segment(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (B, H, M, D) to keys and values (B, H, T, D), with the scores' log-sum-exp.
 
     `bias` is added to the scaled scores, broadcast from (B or 1, 1, M or 1, T). Returns
     ((B, H, M, D), (B, H, M) float32).
     """
-    if _has_cpu_kernel(query, values) and softcap is None:
+    if _has_cpu_kernel(query, values) and rule.softcap is None:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=bias, scale=scale
+            query, keys, values, 0.0, False, attn_mask=bias, scale=rule.scale
         )
         return out, lse
-    return _attend_plain(query, keys, values, bias, scale, softcap)
+    return _attend_plain(query, keys, values, bias, rule)
 
 
 def _has_cpu_kernel(query: Tensor, values: Tensor) -> bool:
@@ -360,18 +353,32 @@ def _has_cpu_kernel(query: Tensor, values: Tensor) -> bool:
 
 
 def _attend_plain(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    dtype = values.dtype
+    if query.device.type == "cpu" and keys[0].numel() * min(query.shape[2], 4) <= _SMALL_PRODUCT:
+        query, keys, values = query.float(), keys.float(), values.float()
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * rule.scale
+    if rule.softcap is not None:
+        scores = _evenly(torch.tanh, scores / rule.softcap) * rule.softcap
     if bias is not None:
         scores = scores + bias
     largest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - largest)
+    weights = _evenly(torch.exp, scores - largest)
     total = weights.sum(-1, keepdim=True)
-    out = torch.matmul((weights / total).to(values.dtype), values)
-    return out, (largest + torch.log(total)).squeeze(-1)
+    out = torch.matmul((weights / total).to(values.dtype), values).to(dtype)
+    return out, (largest + _evenly(torch.log, total)).squeeze(-1)
+
+
+def _evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function whose result does not depend on where an element stands.
+
+    On a CPU the last elements of each thread's piece are computed by scalar code, which rounds
+    differently than vectors do: x is padded until all pieces consist of whole vectors.
+    """
+    if x.device.type != "cpu" or x.numel() % (block := _VECTOR * torch.get_num_threads()) == 0:
+        return function(x)
+    return function(F.pad(x.reshape(-1), (0, -x.numel() % block)))[: x.numel()].view(x.shape)
 
 
 def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: Tensor) -> Tensor:
@@ -381,7 +388,7 @@ def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: 
     (R, H, D) float32. Source: the online softmax (Milakov and Gimelshein 2018).
     """
     lse = lse_N[segment_RJ].masked_fill_(hidden_RJ, _MASKED)  # (R, J, H)
-    weights = torch.exp(lse - lse.amax(1, keepdim=True))
+    weights = _evenly(torch.exp, lse - lse.amax(1, keepdim=True))
     weights = weights / weights.sum(1, keepdim=True)
     return (out_N[segment_RJ].float() * weights[..., None]).sum(1)
 

@@ -61,6 +61,12 @@ def _integer(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+def _sequence(name: str, value: Any) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name} must be a list or a tuple, got {value!r}")
+    return value
+
+
 def _real(name: str, value: Any, low: float, high: float, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (low <= value <= high):
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
@@ -83,11 +89,11 @@ class SamplingConfig:
     max_new_tokens: int = 256
     """Longest completion, in tokens."""
     min_new_tokens: int = 0
-    """EOS tokens and stop strings cannot end a completion before this many tokens."""
+    """EOS tokens are not sampled, and stop strings not heeded, before this many tokens."""
     eos_token_ids: Sequence[int] | None = None
     """Tokens that end a completion; None takes the model's generation config."""
     stop: Sequence[str] = ()
-    """Strings that end a completion once its text contains one (also across tokens)."""
+    """Strings that end a completion with the token that completes one (also across tokens)."""
     seed: int = 0
     """Seed of the counter-based noise, 0 <= seed < 2**64."""
     ignore_eos: bool = False
@@ -114,18 +120,19 @@ class SamplingConfig:
         _integer("seed", self.seed, 0)
         if self.seed >= 2**64:
             raise ConfigError(f"seed must be below 2**64, got {self.seed}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         if self.eos_token_ids is not None:
-            if isinstance(self.eos_token_ids, int):
-                object.__setattr__(self, "eos_token_ids", (self.eos_token_ids,))
-            for token in self.eos_token_ids:
+            tokens = (self.eos_token_ids,) if isinstance(self.eos_token_ids, int) else self.eos_token_ids
+            for token in _sequence("eos_token_ids", tokens):
                 _integer("each of eos_token_ids", token, 0)
-            object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            object.__setattr__(self, "eos_token_ids", tuple(tokens))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_sequence("stop", self.stop or ()))
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError(f"stop must be non-empty strings, got {stop!r}")
         object.__setattr__(self, "stop", stop)
-        for row in self.forced_lengths or ():
-            for length in row:
+        for row in _sequence("forced_lengths", () if self.forced_lengths is None else self.forced_lengths):
+            for length in _sequence("each of forced_lengths", row):
                 _integer("each of forced_lengths", length, 1)
                 if length > self.max_new_tokens:
                     raise ConfigError(f"forced length {length} exceeds max_new_tokens ({self.max_new_tokens})")
@@ -145,9 +152,11 @@ class RolloutConfig:
     slot takes the next member. `dynamic-slot`: start new members until G have finished, drop the
     rest (biased to short completions; for study)."""
     num_slots: int | None = None
-    """Most members decoded at once; None chooses 32. Ignored by `full`."""
+    """Most members decoded at once; None chooses 32, and under a `kv_budget` up to 256. Ignored by `full`."""
     kv_budget: int | str | None = None
-    """Most bytes of KV held, as an int or as "2GiB"."""
+    """Most bytes of KV held, prompts and padding included, as an int or as "2GiB". A member that no
+    longer fits waits and is recomputed (`fixed-slot`); the other policies run as many slots as fit whole.
+    None: what `num_slots` need, but where that is None too at most half of the device's free memory."""
     dtype: str = "auto"
     """Compute dtype: `auto` (the trainer's, else the weights'), `weights`, or a torch dtype's name."""
     prefill_chunk_tokens: int = 512
@@ -167,7 +176,6 @@ class RolloutConfig:
             _integer("num_slots", self.num_slots, 1)
         if self.kv_budget is not None:
             parse_bytes(self.kv_budget)
-            raise ConfigError("kv_budget is not available in this version; bound the memory with num_slots")
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}: {nearest(str(self.dtype), DTYPES)}")
         _integer("prefill_chunk_tokens", self.prefill_chunk_tokens, 16)

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from infinite_sampling import attention, linear
 from infinite_sampling.attention import DecodeContext, PrefillContext
 from infinite_sampling.config import ConfigError, RolloutConfig
-from infinite_sampling.kv_pool import KVPool, PromptKV, pad_rows
+from infinite_sampling.kv_pool import KVPool, pad_rows
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_ATTACHED = "_infinite_sampling_attached"
+_attached_configs: set[int] = set()
+"""Ids of the configs of models that are decoding: the attention implementation is switched there."""
 _PROBE_PROMPTS = (9, 75)
 """Tokens of the probe's prompts."""
 _PROBE_PAGE_TOKENS = 16
@@ -80,17 +81,19 @@ class ModelRunner:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Switch the model to decoding; every touched attribute is put back on exit."""
-        if getattr(self.model, _ATTACHED, False):
+        configs_by_id = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
+        configs = configs_by_id.values()
+        if _attached_configs & configs_by_id.keys():
             raise RuntimeError(
-                f"{type(self.model).__name__} is already decoding in another rollout; finish or close that stream first"
+                f"{type(self.model).__name__} (or a model that shares its config) is already decoding in another "
+                "rollout; finish or close that stream first"
             )
-        configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values()
         training = [module for module in self.model.modules() if module.training]
         implementations = [(config, config._attn_implementation) for config in configs]
         with ExitStack() as stack:
             stack.callback(_restore, training, implementations)
-            stack.callback(delattr, self.model, _ATTACHED)
-            setattr(self.model, _ATTACHED, True)
+            stack.callback(_attached_configs.difference_update, configs_by_id)
+            _attached_configs.update(configs_by_id)
             self.model.eval()
             for config in configs:
                 config._attn_implementation = attention.IMPLEMENTATION
@@ -99,42 +102,48 @@ class ModelRunner:
             yield
 
     @torch.no_grad()
-    def prefill(self, prompt_ids: Sequence[int]) -> tuple[PromptKV, Tensor]:
-        """Run a prompt once; returns its KV and the logits (V,) that follow its last token.
+    def prefill(self, pool: KVPool, prompt: int, prompt_ids: Sequence[int]) -> Tensor:
+        """Run a prompt once into its held pages; returns the logits (V,) that follow its last token.
 
         The prompt is cut in chunks of `prefill_chunk_tokens`: a long one needs no more activation
         memory than one chunk, and the cut depends on nothing but the prompt.
         """
-        prompt = PromptKV(len(prompt_ids))
         logits = torch.empty(0)
         for start in range(0, len(prompt_ids), self.prefill_chunk_tokens):
             chunk = prompt_ids[start : start + self.prefill_chunk_tokens]
             ids = torch.tensor([list(chunk)], device=self.device)
             positions = torch.arange(start, start + len(chunk), device=self.device)[None]
-            with attention.running(PrefillContext(prompt, start, self.dtype)):
+            context = PrefillContext(pool, prompt, start, self.dtype)
+            with attention.running(context):
                 logits = self._logits(ids, positions)
+            self._check_layers(context.layers)
         self._synchronize()
-        if len(prompt.keys_L) != self.text_config.num_hidden_layers:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} cannot be decoded by the engine: {self.text_config.num_hidden_layers} "
-                f"layers, but only {len(prompt.keys_L)} keep keys and values through the attention interface"
-            )
-        return prompt, logits[0]
+        pool.pages.prompts[prompt].is_written = True
+        return logits[0]
+
+    def _check_layers(self, layers: list[int]) -> None:
+        """Raise UnsupportedModelError unless each layer kept its keys and values, once."""
+        expected, repeated = self.text_config.num_hidden_layers, len(layers) - len(set(layers))
+        if repeated:
+            reason = f"{repeated} of its layers attend more than once, to different keys and values"
+        elif len(layers) != expected:
+            reason = f"{expected} layers, but only {len(layers)} keep keys and values through the attention interface"
+        else:
+            return
+        raise UnsupportedModelError(f"{type(self.model).__name__} cannot be decoded by the engine: {reason}")
 
     @torch.no_grad()
     def forward(self, pool: KVPool, tokens_R: Sequence[int], slots_R: Sequence[int], local_R: Sequence[int]) -> Tensor:
         """Run one token a row: row r is token `local_R[r]` (from 0) of the member in `slots_R[r]`.
 
-        The one entry for all KV after the prompt; a slot may bring several rows, in order. Rows are
-        padded to a multiple of 4. Returns logits (R, V) float32.
+        The one entry for all KV after the prompt; a slot may bring several rows, in order, and has
+        pages for all of them. Rows are padded to a multiple of 4. Returns logits (R, V) float32.
         """
         num_real, num_rows = len(tokens_R), pad_rows(len(tokens_R))
         tokens, slots, local = (
             np.concatenate([array, np.full(num_rows - num_real, array[0], dtype=np.int64)])
             for array in (np.asarray(values, dtype=np.int64) for values in (tokens_R, slots_R, local_R))
         )
-        for slot, length in zip(slots[:num_real], local[:num_real], strict=True):
-            pool.pages.ensure(int(slot), int(length) + 1)
         context = DecodeContext(pool, slots, local, num_real, self.device, self.dtype)
         positions = torch.from_numpy(context.prompt_tokens_R + local).to(self.device)
         with attention.running(context):
@@ -158,37 +167,50 @@ class ModelRunner:
         """Whether a row's logits have the same bits in a batch of 4 as in larger ones, up to `num_slots` rows.
 
         Measured once for each padded number of rows on made-up prompts (call inside `attached`).
-        False without measuring for models that multiply a number of rows that depends on data.
+        False without measuring for models that multiply a number of rows that depends on data, and for
+        layers of a width that puts elements on the scalar tail of a CPU's vector loops.
         """
-        if self._odd_parameters:
+        if self._odd_parameters or self._has_odd_width():
             return False
         num_rows = min(pad_rows(num_slots), _MAX_PROBE_ROWS)
         known = _probed.setdefault(self.model, {})
         key = (self.dtype, num_rows, torch.get_num_threads())
         if key not in known:
+            pool = KVPool(4 * num_rows + 64, _PROBE_PAGE_TOKENS, max(num_rows, 12), 2 * _PROBE_PAGE_TOKENS)
             room = max((self.max_positions or 2**31) - 2 * _PROBE_PAGE_TOKENS, 1)
-            prompts = [self.prefill(self._probe_tokens(min(n, room), 11))[0] for n in _PROBE_PROMPTS]
-            alone = self._probe(prompts, [3, 1, 0, 2])
-            others = [self._probe(prompts, list(range(rows))) for rows in sorted({8, 12, max(num_rows, 8)})]
+            for prompt, tokens in enumerate(_PROBE_PROMPTS):
+                pool.pages.hold_prompt(prompt, min(tokens, room))
+                self.prefill(pool, prompt, self._probe_tokens(min(tokens, room), 11))
+            alone = self._probe(pool, [3, 1, 0, 2])
+            others = [self._probe(pool, list(range(rows))) for rows in sorted({8, 12, max(num_rows, 8)})]
+            if not alone.isfinite().all():
+                return False  # weights that say nothing: measure again when they do
             known[key] = all(torch.equal(alone, other[[3, 1, 0, 2]]) for other in others)
         return known[key]
 
-    def _probe(self, prompts: list[PromptKV], members: list[int]) -> Tensor:
+    def _has_odd_width(self) -> bool:
+        """Whether 4 rows of some layer's output do not fill whole vectors."""
+        head = self.model.get_output_embeddings()
+        layers = (m for m in self.model.modules() if isinstance(m, nn.Linear) and m is not head)
+        return self.device.type == "cpu" and any(layer.out_features % 8 for layer in layers)
+
+    def _probe(self, pool: KVPool, members: list[int]) -> Tensor:
         """Logits (members, 2 V) of two forwards in which member m reads its own tokens.
 
         Even members share one prompt and odd ones another; member 1 has filled a page before.
         """
-        pool = KVPool(len(members), 2 * _PROBE_PAGE_TOKENS, page_tokens=_PROBE_PAGE_TOKENS)
-        pool.prompts.update(enumerate(prompts))
-        for slot, member in enumerate(members):
-            pool.admit(slot, member % 2)
         held = [_PROBE_PAGE_TOKENS + 4 if member == 1 else 0 for member in members]
+        for slot, member in enumerate(members):
+            pool.pages.admit(slot, member % 2)
+            pool.pages.ensure(slot, held[slot] + 2)
         slot, length = members.index(1), max(held)
         self.forward(pool, self._probe_tokens(length, 7), [slot] * length, range(length))
         logits = []
         for step in range(2):
             tokens = [(m * 104729 + step * 1299709 + 5) % self.vocab_size for m in members]
             logits.append(self.forward(pool, tokens, range(len(members)), [length + step for length in held]))
+        for slot in range(len(members)):
+            pool.pages.release(slot)
         return torch.cat(logits, dim=1)
 
     def _probe_tokens(self, count: int, first: int) -> list[int]:
@@ -229,7 +251,9 @@ def unsupported_reason(model: nn.Module) -> str | None:
         return f"it has layers of type {', '.join(sorted(unknown))}; only full and sliding attention are supported"
     if getattr(text, "num_kv_shared_layers", 0):
         return "some of its layers share the keys of others (num_kv_shared_layers)"
-    if getattr(text, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False) or any(
+        getattr(module, "is_causal", True) is False for module in base.modules()
+    ):
         return "its attention is bidirectional"
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         return "it has no language-model head"

@@ -293,10 +293,12 @@ def test_recompute_in_one_ragged_forward_has_the_bits_of_decoding(model):
     with runner.attached():
         pools = []
         for _ in range(2):
-            pool = KVPool(4, 200)
-            pool.prompts[0], _ = runner.prefill(ids)
+            pool = KVPool(40, 32, 4, 200)
+            pool.pages.hold_prompt(0, len(ids))
+            runner.prefill(pool, 0, ids)
             for slot in range(4):
-                pool.admit(slot, 0)
+                pool.pages.admit(slot, 0)
+                pool.pages.ensure(slot, len(tokens))
             pools.append(pool)
         step_by_step = torch.stack(
             [runner.forward(pools[0], [t, 9, 7], [2, 0, 1], [i, i, i])[0] for i, t in enumerate(tokens)]
@@ -339,7 +341,10 @@ def test_a_failure_while_packing_weights_keeps_its_own_name(model, monkeypatch):
 def test_the_peak_counts_prompts_also_without_a_decode(model):
     [ids] = prompts(1)
     rollout = run(model, [ids], 2, max_new_tokens=1)
-    assert rollout.stats.peak_kv_bytes == len(ids) * KVShape.of(model.config).bytes_per_token("float32")
+    plan = plan_memory(
+        KVShape.of(model.config), dtype="float32", num_generations=2, prompt_tokens=len(ids), max_new_tokens=1
+    )
+    assert rollout.stats.peak_kv_bytes == plan.kv_bytes > 0
 
 
 def test_experts_are_decoded_but_not_called_deterministic():

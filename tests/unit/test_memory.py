@@ -35,11 +35,14 @@ def test_group_size_does_not_change_the_kv():
     assert plans[1].kv_bytes < 0.2 * plans[1].full_kv_bytes
 
 
-def test_a_budget_gives_the_most_slots_that_fit():
+def test_a_budget_bounds_the_pool_and_not_the_members_in_flight():
     common = {"dtype": "bfloat16", "num_generations": 64, "prompt_tokens": 100, "max_new_tokens": 257}
-    plan = plan_memory(SMOLLM2, **common, kv_budget_bytes=64 * 2**20)
-    assert plan.kv_bytes <= 64 * 2**20 < plan.kv_bytes + plan.member_kv_bytes
+    rigid = plan_memory(SMOLLM2, **common, kv_budget_bytes=64 * 2**20, may_preempt=False)
+    assert rigid.kv_bytes <= 64 * 2**20 < rigid.kv_bytes + rigid.member_kv_bytes
+    elastic = plan_memory(SMOLLM2, **common, kv_budget_bytes=64 * 2**20)
+    assert elastic.kv_bytes <= 64 * 2**20 and elastic.num_slots == 64 > rigid.num_slots
     assert plan_memory(SMOLLM2, **common, kv_budget_bytes=2**40).num_slots == 64
+    assert plan_memory(SMOLLM2, **common, kv_budget_bytes=2**40).kv_bytes < 2**40
 
 
 def test_a_budget_below_one_member_names_the_smallest_that_would_do():
@@ -47,7 +50,8 @@ def test_a_budget_below_one_member_names_the_smallest_that_would_do():
     with pytest.raises(ConfigError, match=r"smallest that would do is \d+ bytes") as error:
         plan_memory(SMOLLM2, **common, kv_budget_bytes=1000)
     smallest = int(str(error.value).split("would do is ")[1].split()[0])
-    assert plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest).num_slots == 1
+    assert plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest, may_preempt=False).num_slots == 1
+    assert plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest).kv_bytes == smallest
     with pytest.raises(ConfigError):
         plan_memory(SMOLLM2, **common, kv_budget_bytes=smallest - 1)
 
@@ -55,7 +59,8 @@ def test_a_budget_below_one_member_names_the_smallest_that_would_do():
 def naive_kv(num_prompts: int, num_slots: int, prompt_tokens: int, max_new_tokens: int) -> int:
     """KV bytes of so many slots, counted without the plan's arithmetic."""
     held = sum(prompt < num_slots for prompt in range(num_prompts))
-    tokens = held * prompt_tokens + num_slots * member_tokens_reserved(max_new_tokens)
+    page = page_tokens_for(max_new_tokens)
+    tokens = held * -(-prompt_tokens // page) * page + num_slots * member_tokens_reserved(max_new_tokens)
     return tokens * SMOLLM2.bytes_per_token("bfloat16")
 
 
@@ -70,7 +75,9 @@ def test_slots_beyond_the_prompts_share_them_also_under_a_budget(num_prompts, nu
         assert plan.num_held_prompts == min(num_prompts, slots)
     fitting = [slots for slots in counts if naive_kv(num_prompts, slots, **lengths) <= budget]
     if fitting:
-        assert plan_memory(SMOLLM2, **common, kv_budget_bytes=budget).num_slots == max(fitting)
+        plan = plan_memory(SMOLLM2, **common, kv_budget_bytes=budget, may_preempt=False)
+        assert plan.num_slots == max(fitting)
+        assert plan_memory(SMOLLM2, **common, kv_budget_bytes=budget).kv_bytes <= budget
     else:
         with pytest.raises(ConfigError, match=f"would do is {naive_kv(num_prompts, 1, **lengths)} bytes"):
             plan_memory(SMOLLM2, **common, kv_budget_bytes=budget)

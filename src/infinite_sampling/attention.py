@@ -184,6 +184,7 @@ class DecodeContext:
         self._write_offsets = self._tensor(local_R[:num_real] % pages.page_tokens)
         self.prompt_R = np.array([pages.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
         self.prompt_tokens_R = np.array([pages.prompts[int(p)].num_tokens for p in self.prompt_R], dtype=np.int64)
+        self._in_blocks = device.type == "cpu" and dtype != torch.float32
         self._plan_pages()
         self._prompt_rows: dict[int, list[_PromptRows]] = {}
         self._masks: dict[tuple[int | None, int], _Masks] = {}
@@ -194,9 +195,10 @@ class DecodeContext:
     def _plan_pages(self) -> None:
         """Which (page, row) pairs to compute, and for each row where its segments will stand."""
         pages, slots_R, local_R, num_real = self.pool.pages, self.slots_R, self.local_R, self.num_real
-        ordinals_J = np.arange(int(local_R.max()) // pages.page_tokens + 1)
+        # With the prompt, a multiple of 4 segments a row (see `merge_segments`).
+        ordinals_J = np.arange((int(local_R.max()) // pages.page_tokens + 2 + 3) // 4 * 4 - 1)
         needed_RJ = ordinals_J * pages.page_tokens <= local_R[:, None]
-        page_RJ = pages.table_SJ[slots_R][:, : len(ordinals_J)]
+        page_RJ = pages.table_SJ[slots_R[:, None], np.minimum(ordinals_J, pages.max_pages - 1)]
         num_needed = int(needed_RJ[:num_real].sum())
         one_row_a_slot = len(np.unique(slots_R[:num_real])) == num_real
         if one_row_a_slot and num_needed * 2 > pages.num_high:
@@ -226,12 +228,14 @@ class DecodeContext:
         """For each prompt in the batch its rows, padded by repetition (see `_segment_rows`)."""
         plan = []
         for prompt_index in np.unique(self.prompt_R):
-            rows = np.flatnonzero(self.prompt_R == prompt_index)
-            num_rows = _segment_rows(len(rows), heads)
-            whole = len(rows) == len(self.prompt_R) == num_rows
-            rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
-            index = None if whole else self._tensor(rows)
-            plan.append(_PromptRows(int(prompt_index), rows, index))
+            sharing = np.flatnonzero(self.prompt_R == prompt_index)
+            most = _segment_block(heads) if self._in_blocks else len(sharing)
+            for start in range(0, len(sharing), most):
+                rows = sharing[start : start + most]
+                num_rows = _segment_rows(len(rows), heads)
+                whole = len(rows) == len(self.prompt_R) == num_rows
+                rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
+                plan.append(_PromptRows(int(prompt_index), rows, None if whole else self._tensor(rows)))
         return plan
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
@@ -327,6 +331,11 @@ def _segment_rows(num_rows: int, heads: int) -> int:
     return num_rows
 
 
+def _segment_block(heads: int) -> int:
+    """Most rows of one prompt segment in half precision: from 64 rows x heads the flash kernel packs keys."""
+    return max(63 // heads // 4 * 4, 4)
+
+
 def attend_segment(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
@@ -384,12 +393,13 @@ def _evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: Tensor) -> Tensor:
     """Join partial attentions exactly: out_N (N, H, D) weighted by softmax of lse_N (N, H).
 
-    Row r takes segments segment_RJ[r], less those where hidden_RJ (R, J, 1) is true. Returns
-    (R, H, D) float32. Source: the online softmax (Milakov and Gimelshein 2018).
+    Row r takes segments segment_RJ[r], less those where hidden_RJ (R, J, 1) is true; J, a multiple of 4, does
+    not change its bits. Returns (R, H, D) float32. Source: the online softmax (Milakov and Gimelshein 2018).
     """
     lse = lse_N[segment_RJ].masked_fill_(hidden_RJ, _MASKED)  # (R, J, H)
     weights = _evenly(torch.exp, lse - lse.amax(1, keepdim=True))
-    weights = weights / weights.sum(1, keepdim=True)
+    # A running sum adds in order; `sum` takes four addends at once, so J is a multiple of 4 below.
+    weights = weights / weights.cumsum(1)[:, -1:]
     return (out_N[segment_RJ].float() * weights[..., None]).sum(1)
 
 

@@ -29,6 +29,8 @@ _attached_configs: set[int] = set()
 _PROBE_PROMPTS = (9, 75)
 """Tokens of the probe's prompts."""
 _PROBE_PAGE_TOKENS = 16
+_PROBE_HELD = {1: 20, 7: 100}
+"""Tokens that members of the probe have behind them; member 7 is not in the batch of 4."""
 _probed: WeakKeyDictionary[Any, dict[tuple[torch.dtype, int, int], bool]] = WeakKeyDictionary()
 """What the probe found, by model: weights change, the order of sums does not."""
 _MAX_PROBE_ROWS = 64
@@ -176,8 +178,9 @@ class ModelRunner:
         known = _probed.setdefault(self.model, {})
         key = (self.dtype, num_rows, torch.get_num_threads())
         if key not in known:
-            pool = KVPool(4 * num_rows + 64, _PROBE_PAGE_TOKENS, max(num_rows, 12), 2 * _PROBE_PAGE_TOKENS)
-            room = max((self.max_positions or 2**31) - 2 * _PROBE_PAGE_TOKENS, 1)
+            most = max(_PROBE_HELD.values()) + 2
+            pool = KVPool(2 * num_rows + 64, _PROBE_PAGE_TOKENS, max(num_rows, 12), most)
+            room = max((self.max_positions or 2**31) - most, 1)
             for prompt, tokens in enumerate(_PROBE_PROMPTS):
                 pool.pages.hold_prompt(prompt, min(tokens, room))
                 self.prefill(pool, prompt, self._probe_tokens(min(tokens, room), 11))
@@ -197,14 +200,14 @@ class ModelRunner:
     def _probe(self, pool: KVPool, members: list[int]) -> Tensor:
         """Logits (members, 2 V) of two forwards in which member m reads its own tokens.
 
-        Even members share one prompt and odd ones another; member 1 has filled a page before.
+        All members but the first share one prompt; some have filled pages before.
         """
-        held = [_PROBE_PAGE_TOKENS + 4 if member == 1 else 0 for member in members]
+        held = [_PROBE_HELD.get(member, 0) for member in members]
         for slot, member in enumerate(members):
-            pool.pages.admit(slot, member % 2)
+            pool.pages.admit(slot, int(member > 0))
             pool.pages.ensure(slot, held[slot] + 2)
-        slot, length = members.index(1), max(held)
-        self.forward(pool, self._probe_tokens(length, 7), [slot] * length, range(length))
+            if held[slot]:
+                self.forward(pool, self._probe_tokens(held[slot], 7), [slot] * held[slot], range(held[slot]))
         logits = []
         for step in range(2):
             tokens = [(m * 104729 + step * 1299709 + 5) % self.vocab_size for m in members]

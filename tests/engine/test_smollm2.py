@@ -84,6 +84,29 @@ def test_the_schedule_changes_no_bit(smollm2, dtype):
     assert compare_schedules(smollm2, dtype, 8, [("micro", 8), ("fixed-slot", 3)], 6) > 600
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_members_of_one_prompt_have_the_bits_of_a_few(smollm2, dtype):
+    """Members in flight that share a prompt, and lengths that differ by many pages."""
+    model, tokenizer = smollm2
+    prompt_ids = encode_prompts([[{"role": "user", "content": "Count from 1 to 100."}]], tokenizer)
+    forced = [[3] * 11 + [150] + [2] * 20 + [100] + [3] * 7]
+    sampling = SamplingConfig(max_new_tokens=150, seed=2, forced_lengths=forced)
+    whole = run(model, prompt_ids, 40, sampling, policy="full", dtype=dtype)
+    for slots in (1, 3):
+        forced = [[length if m in (11, 12, 32) else 1 for m, length in enumerate(forced[0])]]
+        few = run(
+            model,
+            prompt_ids,
+            40,
+            SamplingConfig(max_new_tokens=150, seed=2, forced_lengths=forced),
+            num_slots=slots,
+            dtype=dtype,
+        )
+        for m in (11, 12, 32):
+            assert bits([few.completions[0][m]]) == bits([whole.completions[0][m]])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_schedule_changes_no_bit_over_20000_tokens(smollm2, dtype):

@@ -38,6 +38,8 @@ class RolloutEngine:
         self.tokenizer = tokenizer
         self.config = config or RolloutConfig()
         self.runner = ModelRunner(model, self.config)
+        self.reserved_bytes = 0
+        """Memory that is free now and soon needed elsewhere: not counted where free memory sets the budget."""
 
     def rollout(
         self,
@@ -110,7 +112,7 @@ class RolloutEngine:
             max_new_tokens=sampling.max_new_tokens,
         )
         _check_forced_lengths(sampling, groups, self.config.policy)
-        return Loop(self.runner, self.tokenizer, self.config, sampling, groups, on_event)
+        return Loop(self.runner, self.tokenizer, self.config, sampling, groups, on_event, self.reserved_bytes)
 
     def _run(self, loop: Loop) -> Iterator[Completion]:
         if not loop.groups_P:

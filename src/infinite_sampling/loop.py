@@ -91,6 +91,7 @@ class Loop:
         sampling: SamplingConfig,
         groups_P: list[PromptGroup],
         on_event: OnEvent | None,
+        reserved_bytes: int = 0,
     ) -> None:
         self.runner, self.tokenizer, self.sampling, self.groups_P = runner, tokenizer, sampling, groups_P
         self.on_event = on_event
@@ -99,7 +100,7 @@ class Loop:
         contents_P = [first.setdefault(group.prompt_ids, p) for p, group in enumerate(groups_P)]
         prompt_tokens_P = [len(group.prompt_ids) for group in groups_P]
         self.stats = RolloutStats(policy=config.policy, num_prompts=len(groups_P), num_members=sum(sizes_P))
-        plan = self._plan_pool(config, [prompt_tokens_P[p] for p in first.values()], sum(sizes_P))
+        plan = self._plan_pool(config, [prompt_tokens_P[p] for p in first.values()], sum(sizes_P), reserved_bytes)
         self.stats.num_slots = plan.num_slots
         max_tokens = member_tokens_held(sampling.max_new_tokens)
         self.pool = KVPool(plan.num_pages, plan.page_tokens, plan.num_slots, max_tokens)
@@ -124,13 +125,16 @@ class Loop:
         self.failure: Exception | None = None
         self._active_slot_steps = 0
 
-    def _plan_pool(self, config: RolloutConfig, prompt_tokens: list[int], num_members: int) -> PoolPlan:
+    def _plan_pool(
+        self, config: RolloutConfig, prompt_tokens: list[int], num_members: int, reserved_bytes: int
+    ) -> PoolPlan:
         """The size of the KV pool. Raises BudgetError (a ConfigError) for a budget below one member."""
         dtype = str(self.runner.dtype).removeprefix("torch.")
         bytes_per_token = KVShape.of(self.runner.text_config).bytes_per_token(dtype)
         budget = None if config.kv_budget is None else parse_bytes(config.kv_budget)
         if budget is None and config.num_slots is None and config.policy == "fixed-slot":
-            budget = int(FREE_MEMORY_SHARE * free_memory_bytes(self.runner.device))
+            free = free_memory_bytes(self.runner.device) - reserved_bytes
+            budget = max(int(FREE_MEMORY_SHARE * free), 1)
         slots = config.num_slots
         if config.kv_budget is None and slots is None:
             slots = DEFAULT_NUM_SLOTS
@@ -383,7 +387,7 @@ class Loop:
         """Settle the counts that need the whole rollout."""
         stats, steps = self.stats, max(self.stats.num_running_steps, 1)
         stats.num_tokens = sum(self.lengths)
-        stats.lower_bound_steps = lower_bound_steps(self.lengths, stats.num_slots)
+        stats.lower_bound_steps = lower_bound_steps(self.lengths, stats.num_slots, self.pool.pages.num_tokens)
         stats.mean_active_slots = self._active_slot_steps / steps
         stats.occupancy = stats.mean_active_slots / stats.num_slots
         stats.peak_kv_bytes = self.pool.peak_bytes

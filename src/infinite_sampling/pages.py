@@ -63,6 +63,11 @@ class PageTable:
         self._move = move or (lambda sources, targets: None)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of KV in all pages."""
+        return self.num_pages * self.page_tokens
+
+    @property
     def num_free(self) -> int:
         """Pages that belong to nobody."""
         return len(self._free)

@@ -23,9 +23,9 @@ from infinite_sampling.types import Member
 if TYPE_CHECKING:
     from infinite_sampling.pages import PageTable
 
-NEED_SHARE = 0.4
-"""Share of the tokens a member is expected to still need that its admission reserves: when it is
-half way, others have ended. Larger: fewer rows; smaller: more recomputed (docs/memory.md)."""
+NEED_SHARE = 0.5
+"""Share of the tokens that members are expected to still need that admission keeps free: they do not
+all reach their ends at once. Larger: fewer rows; smaller: more recomputed (docs/memory.md)."""
 LEAST_NEED = 0.3
 """A member past the mean length is expected to need this share of the mean."""
 
@@ -234,6 +234,15 @@ class Scheduler:
             self.pages.drop_prompt(self.contents_P[p])
 
 
-def lower_bound_steps(lengths: Sequence[int], num_slots: int) -> int:
-    """Running steps that no schedule can undercut: max(longest, ceil(total / num_slots))."""
-    return max(max(lengths), -(-sum(lengths) // num_slots)) if lengths else 0
+def lower_bound_steps(lengths: Sequence[int], num_slots: int, kv_tokens: int | None = None) -> int:
+    """Running steps that no schedule can undercut.
+
+    max(longest, ceil(total / num_slots)), and with `kv_tokens` also ceil(sum of L (L - 1) / 2 / kv_tokens):
+    a member of L tokens holds the KV of 0, 1, ... L-1 of them in its L steps.
+    """
+    if not lengths:
+        return 0
+    bound = max(max(lengths), -(-sum(lengths) // num_slots))
+    if kv_tokens is not None:
+        bound = max(bound, -(-sum(n * (n - 1) // 2 for n in lengths) // kv_tokens))
+    return bound

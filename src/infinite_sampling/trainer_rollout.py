@@ -122,7 +122,15 @@ class TrainerSampler:
             if dtype == "auto":
                 dtype = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "weights"
             self.engine = RolloutEngine(model, trainer._tokenizer, dataclasses.replace(self.config, dtype=dtype))
+        self.engine.reserved_bytes = _bytes_before_the_first_step(trainer)
         return self.engine
+
+
+def _bytes_before_the_first_step(trainer: Any) -> int:
+    """What the first step will add to the memory held: gradients, and the two moments of Adam."""
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        return 0
+    return sum(3 * p.nbytes for p in trainer.model.parameters() if p.requires_grad)
 
 
 @contextmanager

@@ -73,10 +73,17 @@ class InfiniteGRPOConfig(GRPOConfig):
     )
     rollout_num_slots: int | None = field(
         default=None,
-        metadata={"help": "Most completions decoded at once by a process; the default is 32. Ignored by `full`."},
+        metadata={
+            "help": "Most completions decoded at once by a process; the default is 32, and with rollout_kv_budget 256. "
+            "Ignored by `full`."
+        },
     )
     rollout_kv_budget: int | str | None = field(
-        default=None, metadata={"help": "Most bytes of KV held by a process: a number or text such as '2GiB'."}
+        default=None,
+        metadata={
+            "help": "Most bytes of KV held by a process: a number or text such as '2GiB'. With neither this nor "
+            "rollout_num_slots, at most half of the free memory."
+        },
     )
     rollout_dtype: str = field(
         default="auto",
@@ -138,6 +145,8 @@ class RolloutTotals:
     wall_seconds: float = 0.0
     peak_kv_bytes: int = 0
     """The most that any process held at any time."""
+    kv_budget_bytes: int | None = None
+    """The bound on it of this process in the last rollout; None where slots bounded it."""
     max_logprob_gap: float | None = None
     """The largest rollout/max_logprob_gap; None where none was measured."""
 
@@ -280,6 +289,7 @@ class InfiniteGRPOTrainer(GRPOTrainer):
         totals.num_tokens += int(gathered[:, 5].sum().item())
         totals.wall_seconds += reduced["wall_seconds"]
         totals.peak_kv_bytes = max(totals.peak_kv_bytes, int(reduced["peak_kv_bytes"]))
+        totals.kv_budget_bytes = self._rollout_turns[-1].kv_budget_bytes
         del reduced["num_tokens"], reduced["wall_seconds"]
         self._keep_largest(mode, "rollout/peak_kv_bytes", reduced.pop("peak_kv_bytes"))
         for name, value in reduced.items():

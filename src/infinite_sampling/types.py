@@ -89,7 +89,7 @@ class RolloutStats:
     num_members: int = 0
     num_running_steps: int = 0
     lower_bound_steps: int = 0
-    """max(longest member, ceil(total tokens / num_slots))."""
+    """max(longest member, ceil(total tokens / num_slots)), or more where the KV pool is the bound."""
     num_tokens: int = 0
     """Tokens of the completions returned."""
     num_prompt_tokens: int = 0

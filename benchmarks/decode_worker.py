@@ -1,18 +1,15 @@
 """One decoder in a process of its own: told to go, it decodes a group and says how long it took.
 
 Run by `decode.py`, also under the peers' interpreter: it imports nothing of the project unless the
-peer is `ours` or `hf`. Protocol: a line of JSON on standard output when ready, then one for each
-line on standard input.
+peer is `ours` (and `peers.py`, which needs nothing). The protocol is `serve` there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import time
-from collections.abc import Callable
+
+from peers import Answer, serve, set_vllm_environment
 
 
 def main() -> None:
@@ -23,22 +20,11 @@ def main() -> None:
         parser.add_argument(flag, type=int, required=True)
     parser.add_argument("--prompt", required=True, help="JSON list of token ids")
     arguments = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
-    build = {"ours": ours, "hf": hf, "hf-cb": hf_continuous_batching, "vllm": vllm}[arguments.peer]
-    decode, version = build(arguments, json.loads(arguments.prompt))
-    print(json.dumps({"ready": arguments.peer, "version": version}), file=replies, flush=True)
-    for line in sys.stdin:
-        begun = time.perf_counter()
-        extra = decode(int(line))
-        seconds = time.perf_counter() - begun
-        print(json.dumps({"seconds": seconds, **extra}), file=replies, flush=True)
+    builders = {"ours": ours, "hf": hf, "hf-cb": hf_continuous_batching, "vllm": vllm, "llama-cpp": llama_cpp}
+    serve(lambda: builders[arguments.peer](arguments, json.loads(arguments.prompt)))
 
 
-Decode = Callable[[int], dict[str, object]]
-
-
-def ours(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]:
+def ours(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Answer, str]:
     import torch
 
     import infinite_sampling
@@ -59,7 +45,7 @@ def ours(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]
     return decode, infinite_sampling.__version__
 
 
-def hf(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]:
+def hf(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Answer, str]:
     import torch
     import transformers
 
@@ -86,7 +72,7 @@ def hf(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]:
     return decode, transformers.__version__
 
 
-def hf_continuous_batching(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]:
+def hf_continuous_batching(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Answer, str]:
     import torch
     import transformers
 
@@ -96,20 +82,26 @@ def hf_continuous_batching(arguments: argparse.Namespace, prompt: list[int]) -> 
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=arguments.tokens, eos_token_id=-1, pad_token_id=0
     )
 
+    # Left to itself it takes most of the machine's memory for its pool, and seconds to zero it at each call.
+    pages = -(-(len(prompt) + arguments.tokens) // 256) + 1
+    pool = transformers.ContinuousBatchingConfig(page_size=256, num_blocks=arguments.slots * pages)
+
     def decode(seed: int) -> dict[str, object]:
         torch.manual_seed(seed)
-        out = model.generate_batch([prompt] * arguments.slots, generation_config=config, progress_bar=False)
+        out = model.generate_batch(
+            [prompt] * arguments.slots,
+            generation_config=config,
+            continuous_batching_config=pool,
+            progress_bar=False,
+        )
         assert sum(len(o.generated_tokens) for o in out.values()) == arguments.slots * arguments.tokens
         return {}
 
     return decode, transformers.__version__
 
 
-def vllm(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+def vllm(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Answer, str]:
+    set_vllm_environment()
     import vllm as package
 
     engine = package.LLM(
@@ -129,6 +121,56 @@ def vllm(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Decode, str]
         return {}
 
     return decode, package.__version__
+
+
+def llama_cpp(arguments: argparse.Namespace, prompt: list[int]) -> tuple[Answer, str]:
+    """`slots` parallel sequences that share the cells of the prompt, each with a sampler of its own."""
+    import ctypes
+
+    import llama_cpp as library
+
+    slots, tokens = arguments.slots, arguments.tokens
+    library.llama_backend_init()
+    model = library.llama_model_load_from_file(arguments.model.encode(), library.llama_model_default_params())
+    assert model, f"cannot load {arguments.model}"
+    settings = library.llama_context_default_params()
+    settings.n_ctx = len(prompt) + slots * tokens
+    settings.n_batch = settings.n_ubatch = max(512, len(prompt), slots)
+    settings.n_seq_max, settings.kv_unified = slots, True
+    settings.n_threads = settings.n_threads_batch = arguments.threads
+    context = library.llama_init_from_model(model, settings)
+    assert context, "no context of that size"
+    batch = library.llama_batch_init(settings.n_batch, 0, 1)
+
+    def run(rows: list[tuple[int, int, int]], wants_logits: set[int]) -> None:
+        """Decode (token, position, sequence) rows."""
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+            batch.seq_id[i][0], batch.logits[i] = sequence, i in wants_logits
+        assert library.llama_decode(context, batch) == 0, "llama_decode failed"
+
+    def decode(seed: int) -> dict[str, object]:
+        memory = library.llama_get_memory(context)
+        library.llama_memory_clear(memory, True)
+        samplers = []
+        for sequence in range(slots):
+            chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
+            library.llama_sampler_chain_add(chain, library.llama_sampler_init_temp(ctypes.c_float(1.0)))
+            library.llama_sampler_chain_add(chain, library.llama_sampler_init_dist(seed * slots + sequence))
+            samplers.append(chain)
+        run([(token, i, 0) for i, token in enumerate(prompt)], {len(prompt) - 1})
+        for sequence in range(1, slots):
+            library.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
+        sampled = [library.llama_sampler_sample(chain, context, len(prompt) - 1) for chain in samplers]
+        for position in range(len(prompt), len(prompt) + tokens - 1):
+            run([(token, position, sequence) for sequence, token in enumerate(sampled)], set(range(slots)))
+            sampled = [library.llama_sampler_sample(chain, context, i) for i, chain in enumerate(samplers)]
+        for chain in samplers:
+            library.llama_sampler_free(chain)
+        return {}
+
+    return decode, f"{library.__version__}, Q4_1 weights"
 
 
 if __name__ == "__main__":

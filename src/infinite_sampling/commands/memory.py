@@ -23,7 +23,7 @@ class MemoryArguments:
     prompt_tokens: int = field(default=128, metadata={"help": "Tokens of a prompt."})
     num_prompts: int = field(default=1, metadata={"help": "Prompts in one rollout."})
     max_new_tokens: int = field(default=256, metadata={"help": "Longest completion, in tokens."})
-    num_slots: int | None = field(default=None, metadata={"help": "Slots g; default: one for each member."})
+    num_slots: int | None = field(default=None, metadata={"help": "Slots g; default 32, and under a budget up to 256."})
     budget: int | str | None = field(
         default=None, metadata={"help": "Bytes of KV allowed, e.g. 512MiB: how many slots fit?"}
     )

@@ -14,7 +14,7 @@ what keeps a row's bits independent of its batch mates (DESIGN rule 1).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -33,8 +33,6 @@ IMPLEMENTATION = "infinite_sampling"
 _MASKED = float("-inf")
 _SMALL_PRODUCT = 4096
 """Multiplications up to which a CPU takes another kernel for bfloat16, by the size of the whole batch."""
-_VECTOR = 64
-"""Elements that vector code takes at once, at the most (two registers of float16 with AVX-512)."""
 _running = threading.local()
 
 
@@ -184,7 +182,6 @@ class DecodeContext:
         self._write_offsets = self._tensor(local_R[:num_real] % pages.page_tokens)
         self.prompt_R = np.array([pages.prompt_of_slot[int(s)] for s in slots_R], dtype=np.int64)
         self.prompt_tokens_R = np.array([pages.prompts[int(p)].num_tokens for p in self.prompt_R], dtype=np.int64)
-        self._in_blocks = device.type == "cpu" and dtype != torch.float32
         self._plan_pages()
         self._prompt_rows: dict[int, list[_PromptRows]] = {}
         self._masks: dict[tuple[int | None, int], _Masks] = {}
@@ -227,15 +224,13 @@ class DecodeContext:
     def _plan_prompts(self, heads: int) -> list[_PromptRows]:
         """For each prompt in the batch its rows, padded by repetition (see `_segment_rows`)."""
         plan = []
+        half_precision = self.device.type == "cpu" and self.dtype != torch.float32
         for prompt_index in np.unique(self.prompt_R):
-            sharing = np.flatnonzero(self.prompt_R == prompt_index)
-            most = _segment_block(heads) if self._in_blocks else len(sharing)
-            for start in range(0, len(sharing), most):
-                rows = sharing[start : start + most]
-                num_rows = _segment_rows(len(rows), heads)
-                whole = len(rows) == len(self.prompt_R) == num_rows
-                rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
-                plan.append(_PromptRows(int(prompt_index), rows, None if whole else self._tensor(rows)))
+            rows = np.flatnonzero(self.prompt_R == prompt_index)
+            num_rows = _segment_rows(len(rows), heads, half_precision)
+            whole = len(rows) == len(self.prompt_R) == num_rows
+            rows = np.concatenate([rows, np.full(num_rows - len(rows), rows[0], dtype=np.int64)])
+            plan.append(_PromptRows(int(prompt_index), rows, None if whole else self._tensor(rows)))
         return plan
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
@@ -319,21 +314,17 @@ class DecodeContext:
         return mask.masked_fill_(~self._tensor(seen), _MASKED)
 
 
-def _segment_rows(num_rows: int, heads: int) -> int:
+def _segment_rows(num_rows: int, heads: int, half_precision: bool) -> int:
     """Rows of a prompt segment after padding: a multiple of 4 whose matrix has no thin last block.
 
     The flash kernel cuts the rows x heads of its matrix into blocks of 32; a last block of less than
-    12 was measured to change bits for head sizes from 96.
+    12 was measured to change bits for head sizes from 96. In half precision it packs its keys from 64
+    rows x heads on, and rounds otherwise than below: there every segment has as many.
     """
     num_rows = -(-num_rows // 4) * 4
-    while 0 < num_rows * heads % 32 < 12:
+    while 0 < num_rows * heads % 32 < 12 or (half_precision and num_rows * heads < 64):
         num_rows += 4
     return num_rows
-
-
-def _segment_block(heads: int) -> int:
-    """Most rows of one prompt segment in half precision: from 64 rows x heads the flash kernel packs keys."""
-    return max(63 // heads // 4 * 4, 4)
 
 
 def attend_segment(
@@ -369,25 +360,14 @@ def _attend_plain(
         query, keys, values = query.float(), keys.float(), values.float()
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * rule.scale
     if rule.softcap is not None:
-        scores = _evenly(torch.tanh, scores / rule.softcap) * rule.softcap
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if bias is not None:
         scores = scores + bias
     largest = scores.amax(-1, keepdim=True)
-    weights = _evenly(torch.exp, scores - largest)
+    weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
     out = torch.matmul((weights / total).to(values.dtype), values).to(dtype)
-    return out, (largest + _evenly(torch.log, total)).squeeze(-1)
-
-
-def _evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function whose result does not depend on where an element stands.
-
-    On a CPU the last elements of each thread's piece are computed by scalar code, which rounds
-    differently than vectors do: x is padded until all pieces consist of whole vectors.
-    """
-    if x.device.type != "cpu" or x.numel() % (block := _VECTOR * torch.get_num_threads()) == 0:
-        return function(x)
-    return function(F.pad(x.reshape(-1), (0, -x.numel() % block)))[: x.numel()].view(x.shape)
+    return out, (largest + torch.log(total)).squeeze(-1)
 
 
 def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: Tensor) -> Tensor:
@@ -397,7 +377,7 @@ def merge_segments(out_N: Tensor, lse_N: Tensor, segment_RJ: Tensor, hidden_RJ: 
     not change its bits. Returns (R, H, D) float32. Source: the online softmax (Milakov and Gimelshein 2018).
     """
     lse = lse_N[segment_RJ].masked_fill_(hidden_RJ, _MASKED)  # (R, J, H)
-    weights = _evenly(torch.exp, lse - lse.amax(1, keepdim=True))
+    weights = torch.exp(lse - lse.amax(1, keepdim=True))
     # A running sum adds in order; `sum` takes four addends at once, so J is a multiple of 4 below.
     weights = weights / weights.cumsum(1)[:, -1:]
     out = out_N.view(len(out_N), -1).index_select(0, segment_RJ.view(-1)).view(*segment_RJ.shape, *out_N.shape[1:])

@@ -260,7 +260,7 @@ class DecodeContext:
             queries = query if rows is None else query[rows]
             shape = queries.shape
             queries = queries.transpose(0, 1).reshape(1, shape[1], -1, dim)  # (1, Hkv, r * Hq/Hkv, D)
-            out, lse = attend_segment(queries, *pool.prompt_kv(prompt, layer), mask, rule)
+            out, lse = attend_prompt(queries, *pool.prompt_kv(prompt, layer), mask, rule)
             out = out.view(shape[1], shape[0], shape[2], -1).transpose(0, 1).reshape(shape[0], num_heads, -1)
             lse = lse.view(shape[1], shape[0], shape[2]).transpose(0, 1).reshape(shape[0], num_heads)
             if rows is None:
@@ -325,6 +325,21 @@ def _segment_rows(num_rows: int, heads: int, half_precision: bool) -> int:
     while 0 < num_rows * heads % 32 < 12 or (half_precision and num_rows * heads < 64):
         num_rows += 4
     return num_rows
+
+
+def attend_prompt(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, rule: ScoreRule
+) -> tuple[Tensor, Tensor]:
+    """`attend_segment` for a prompt and all its rows, with bits that do not depend on how many there are.
+
+    On a CPU that emulates half precision only float32 has them.
+    """
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype != torch.float32 and not has_native_bfloat16():
+        query, keys, values = query.float(), keys.float(), values.float()
+        bias = None if bias is None else bias.float()
+    out, lse = attend_segment(query, keys, values, bias, rule)
+    return out.to(dtype), lse
 
 
 def attend_segment(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinite_sampling.attention import ScoreRule, _segment_rows, attend_segment, merge_segments
+from infinite_sampling import attention, linear
+from infinite_sampling.attention import ScoreRule, _segment_rows, attend_prompt, attend_segment, merge_segments
 
 RULE = ScoreRule(0.125, None, None)
 
@@ -55,15 +56,17 @@ def test_elementwise_results_do_not_depend_on_the_place(function, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("native", [False, linear.has_native_bfloat16()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dim", "tokens"), [(3, 64, 76), (7, 64, 131), (4, 128, 300)])
-def test_a_prompt_segment_has_the_same_bits_for_every_number_of_rows(dtype, heads, dim, tokens):
+def test_a_prompt_segment_has_the_same_bits_for_every_number_of_rows(monkeypatch, native, dtype, heads, dim, tokens):
+    monkeypatch.setattr(attention, "has_native_bfloat16", lambda: native)
     torch.manual_seed(0)
     query = torch.randn(1, 2, 96 * heads + 64, dim).to(dtype) * 2
     keys, values = (torch.randn(1, 2, tokens, dim).to(dtype) for _ in range(2))
     results = []
     for rows in range(1, 65):
         length = _segment_rows(rows, heads, dtype == torch.bfloat16) * heads
-        out, lse = attend_segment(query[:, :, :length], keys, values, None, RULE)
+        out, lse = attend_prompt(query[:, :, :length], keys, values, None, RULE)
         results.append((out[:, :, : 4 * heads], lse[:, :, : 4 * heads]))
     assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)

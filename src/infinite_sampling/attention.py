@@ -216,7 +216,6 @@ class DecodeContext:
         self._row_E = self._tensor(row_E)
         self.needed_RJ = needed_RJ
         self.end_E = np.clip(local_R[row_E] + 1 - self.start_E, 1, pages.page_tokens)
-        self.num_keys = min(-(-int(self.end_E.max()) // 32) * 32, pages.page_tokens)
         # Segments stand in one tensor: a row's prompt at its own index, then the pages.
         prompt_R1 = np.arange(len(slots_R))[:, None]
         self._segment_RJ = self._tensor(np.concatenate([prompt_R1, segment_RJ + len(slots_R)], axis=1))
@@ -251,9 +250,7 @@ class DecodeContext:
             keys, values = keys[self.page_E], values[self.page_E]
         # In pages this short, plain products take half the time of the flash kernel in bfloat16.
         attend_pages = _attend_plain if has_native_bfloat16() or query.device.type != "cpu" else attend_segment
-        page_out, page_lse = attend_pages(
-            query[self._row_E], keys[:, :, : self.num_keys], values[:, :, : self.num_keys], masks.pages, rule
-        )
+        page_out, page_lse = attend_pages(query[self._row_E], keys, values, masks.pages, rule)
         prompt_out = page_out.new_empty(num_rows, num_heads, page_out.shape[-1])
         prompt_lse = page_lse.new_empty(num_rows, num_heads)
         for (prompt, _, rows), mask in zip(self._prompt_rows[heads], masks.prompts, strict=True):
@@ -283,7 +280,7 @@ class DecodeContext:
     def _build_masks(self, window: int | None, heads: int) -> _Masks:
         prompt_rows = self._prompt_rows[heads]
         position_R = self.prompt_tokens_R + self.local_R
-        offsets_K = np.arange(self.num_keys)
+        offsets_K = np.arange(self.pool.pages.page_tokens)
         first_E = np.zeros_like(self.start_E)
         hidden_RJ = np.concatenate([np.zeros((len(position_R), 1), bool), ~self.needed_RJ], axis=1)
         prompt_masks: list[np.ndarray | None] = [None] * len(prompt_rows)

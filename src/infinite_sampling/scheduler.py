@@ -87,7 +87,7 @@ class Scheduler:
             return []
         preempted = []
         while not self._free_up(self._next_pages()):
-            slot = min(self.active, key=lambda s: (self.num_tokens[self.active[s]], s))
+            slot = min(self.active, key=self._loss)
             self._preempt(slot)
             preempted.append(slot)
         for slot, member in self.active.items():
@@ -97,7 +97,7 @@ class Scheduler:
     def limit_active(self, most: int) -> list[int]:
         """Never run more than `most` members from now on; returns the slots preempted for it."""
         self._most_active = max(most, 1)
-        order = sorted(self.active, key=lambda s: (self.num_tokens[self.active[s]], s))
+        order = sorted(self.active, key=self._loss)
         preempted = order[: max(len(order) - self._most_active, 0)]
         for slot in preempted:
             self._preempt(slot)
@@ -155,6 +155,10 @@ class Scheduler:
         if self.pages is not None:
             self.pages.release(slot)
         return member
+
+    def _loss(self, slot: int) -> tuple[int, int]:
+        """What preempting `slot` costs: the tokens to recompute; the lower slot of equals."""
+        return self.num_tokens[self.active[slot]], slot
 
     def _preempt(self, slot: int) -> None:
         self._waiting.appendleft(self._vacate(slot))

@@ -1,6 +1,9 @@
-"""What a device's memory can still take, and what it says when it is full: CPU, CUDA and MPS alike."""
+"""The machine: what a device's memory can still take, what it says when it is full, where a cache may stand."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import psutil
 import torch
@@ -24,3 +27,11 @@ def empty_cache(device: torch.device) -> None:
     """Give cached blocks back, so that smaller pieces fit."""
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()
+
+
+def cache_root() -> Path:
+    """The folder for what is computed once on a machine: INFINITE_SAMPLING_CACHE, else the user's cache folder."""
+    root = os.environ.get("INFINITE_SAMPLING_CACHE")
+    if not root:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "infinite-sampling")
+    return Path(root).expanduser()

@@ -42,13 +42,13 @@ class KVPool:
 
     def write_members(self, layer: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (r, H, D), row i at token offsets[i] of page pages[i]."""
-        self._allocate(layer, keys, values)
+        self.layer(layer, keys, values)
         self.keys_L[layer][pages, :, offsets] = keys
         self.values_L[layer][pages, :, offsets] = values
 
     def write_prompt(self, prompt: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (1, H, t, D) at tokens start..start+t-1 of a held prompt."""
-        self._allocate(layer, keys, values)
+        self.layer(layer, keys, values)
         for store, new in zip(self.prompt_kv(prompt, layer), (keys, values), strict=True):
             store[:, :, start : start + new.shape[2]] = new
 
@@ -73,14 +73,15 @@ class KVPool:
         self.values_L.clear()
         self._prompt_views.clear()
 
-    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        if layer in self.values_L:
-            return
-        for store, new in ((self.keys_L, keys), (self.values_L, values)):
-            # Zeros, since a masked key still meets its value: weight 0 times whatever stands there.
-            shape = (self.pages.num_pages, keys.shape[1], self.pages.page_tokens, new.shape[-1])
-            store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, (P, H, page_tokens, D), allocated for such as these (r, H, ..., D)."""
+        if layer not in self.values_L:
+            for store, new in ((self.keys_L, keys), (self.values_L, values)):
+                # Zeros, since a masked key still meets its value: weight 0 times whatever stands there.
+                shape = (self.pages.num_pages, keys.shape[1], self.pages.page_tokens, new.shape[-1])
+                store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        return self.keys_L[layer], self.values_L[layer]
 
     @torch.no_grad()
     def _move(self, sources: list[int], targets: list[int]) -> None:

@@ -15,14 +15,16 @@ rounded once, which is what a bfloat16 unit does, and faster than emulation (doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from infinite_sampling import native
 
 Kernel = Callable[[Tensor], Tensor]
 
@@ -54,8 +56,11 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
     weight = weight.detach().to(dtype)
     if weight.device.type != "cpu" or not has_packing():
         return lambda x: F.linear(x.to(dtype), weight, bias).to(out_dtype)
-    native = dtype == torch.bfloat16 and has_native_bfloat16()
-    work_dtype = dtype if native else torch.float32
+    if out_dtype in (torch.bfloat16, torch.float32) and native.has_products(weight):
+        own = native.PackedWeight(weight, bias)
+        return lambda x: own.multiply(x if x.dtype == dtype else x.to(dtype), out_dtype)
+    is_native = dtype == torch.bfloat16 and has_native_bfloat16()
+    work_dtype = dtype if is_native else torch.float32
     multiply = torch.ops.mkldnn._linear_pointwise
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(work_dtype), None)
     bias = None if bias is None else bias.to(work_dtype)
@@ -64,7 +69,7 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
         # A `to` or `split` that changes nothing still costs microseconds, hundreds of times a step.
         x = x if x.dtype == dtype else x.to(dtype)
         x = x if dtype == work_dtype else x.to(work_dtype)
-        if native and x.shape[0] > _NATIVE_ROWS:
+        if is_native and x.shape[0] > _NATIVE_ROWS:
             y = torch.cat([multiply(block, packed, bias, "none", [], "") for block in x.split(_NATIVE_ROWS)])
         else:
             y = multiply(x, packed, bias, "none", [], "")
@@ -131,15 +136,20 @@ def row_dependent_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known and "lora_" not in name]
 
 
-@contextmanager
-def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> Iterator[None]:
+def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> AbstractContextManager[None]:
     """Run every plain `nn.Linear` of `model` in `dtype`.
 
     Subclasses (quantised layers) keep their own forward. All is put back on exit.
     """
+    return replaced_forwards(_replacements(model, dtype, output_head))
+
+
+@contextmanager
+def replaced_forwards(replacements: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Give each module another forward, and back its own on exit."""
     patched: list[tuple[Any, Any]] = []
     try:
-        for module, forward in _replacements(model, dtype, output_head):
+        for module, forward in replacements:
             patched.append((module, module.__dict__.get("forward")))
             module.forward = forward
         yield

@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from infinite_sampling.config import ConfigError, nearest
+from infinite_sampling.device import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -164,16 +165,13 @@ def _packaged_gguf() -> Path | None:
 
 def _cache_folder(gguf: Path) -> Path:
     """Where the conversion of this very file is kept: named by a hash of what it depends on."""
-    root = os.environ.get("INFINITE_SAMPLING_CACHE")
-    if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "infinite-sampling")
     size = gguf.stat().st_size
     digest = hashlib.sha256(f"{gguf.name} {size} {_CONVERTER_VERSION}".encode())
     with gguf.open("rb") as file:  # name and size alone would be the same for other weights of this shape
         digest.update(file.read(2**20))
         file.seek(max(0, size - 2**20))
         digest.update(file.read())
-    return Path(root).expanduser() / f"smollm2-{digest.hexdigest()[:16]}"
+    return cache_root() / f"smollm2-{digest.hexdigest()[:16]}"
 
 
 def _converted(gguf: Path) -> Path:

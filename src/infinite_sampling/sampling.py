@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from infinite_sampling import native
 from infinite_sampling.config import SamplingConfig
 from infinite_sampling.philox import philox_4x32_10
 
@@ -69,9 +70,12 @@ class Streams(NamedTuple):
         Word v mod 4 of Philox at counter (v div 4, t, member key, prompt key) under the key (low, high
         half of the seed) gives u = (word + 0.5) / 2**32 and the noise -log(-log u), at most 22.9.
         """
-        counter = torch.stack(torch.broadcast_tensors(v >> 2, self.positions, self.member_keys, self.prompt_keys))
-        words = philox_4x32_10(counter, (self.seed & 0xFFFFFFFF, self.seed >> 32))
-        word = words.gather(0, (v & 3).expand(counter.shape[1:]).unsqueeze(0)).squeeze(0)
+        if native.supports(v.device, torch.float32):
+            word = native.philox_words(v, self.positions, self.member_keys, self.prompt_keys, self.seed)
+        else:
+            counter = torch.stack(torch.broadcast_tensors(v >> 2, self.positions, self.member_keys, self.prompt_keys))
+            words = philox_4x32_10(counter, (self.seed & 0xFFFFFFFF, self.seed >> 32))
+            word = words.gather(0, (v & 3).expand(counter.shape[1:]).unsqueeze(0)).squeeze(0)
         return word.double().add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
 
     def rows(self, index: Tensor | slice) -> Streams:
@@ -209,13 +213,17 @@ def _draw_lumped(weights: Tensor, block_mass: Tensor, streams: Streams) -> Tenso
 
 def _blocks(logits: Tensor) -> Tensor:
     """(R, V) -> (R, B, 64), a view where 64 divides V, else a copy padded with -inf."""
-    return pad(logits, (0, -logits.shape[1] % BLOCK_TOKENS), value=-math.inf).unflatten(1, (-1, BLOCK_TOKENS))
+    padding = -logits.shape[1] % BLOCK_TOKENS
+    logits = pad(logits, (0, padding), value=-math.inf) if padding else logits
+    return logits.unflatten(1, (-1, BLOCK_TOKENS))
 
 
 def _softmax_weights(blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """From (R, B, 64): the maxima (R, B) and (R,), and exp((x - max) / temperature) (R, B, 64), at most 1."""
     block_max = blocks.amax(-1)
     top = block_max.amax(-1)
+    if native.supports(blocks.device, blocks.dtype):
+        return block_max, top, native.softmax_weights(blocks, top, temperature)
     weights = blocks - top[:, None, None]
     if temperature != 1.0:
         weights /= temperature

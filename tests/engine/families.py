@@ -15,7 +15,7 @@ COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": 512,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -26,6 +26,7 @@ WINDOW = 12
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "llama-narrow": ("Llama", {"head_dim": 8}),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {}),
@@ -35,7 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": WINDOW}),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {}),
-    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None, "head_dim": None}),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None, "head_dim": None, "hidden_size": 96}),
     "granite": ("Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
 }
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from engine.families import FAMILIES, greedy, make_model, prompts
-from infinite_sampling import RolloutConfig, RolloutEngine, SamplingConfig
+from infinite_sampling import RolloutConfig, RolloutEngine, SamplingConfig, native
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def kernels(request, monkeypatch):
+    """Run every test with the compiled kernels and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
+        pytest.skip("no C compiler")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinite_sampling import attention, linear
-from infinite_sampling.attention import ScoreRule, _segment_rows, attend_prompt, attend_segment, merge_segments
+from infinite_sampling import linear, segments
+from infinite_sampling.segments import ScoreRule, _segment_rows, attend_prompt, attend_segment, merge_segments
 
 RULE = ScoreRule(0.125, None, None)
 
 
-def segments(rows: int, count: int, heads: int = 9, dim: int = 64, keys: int = 32):
+def random_segments(rows: int, count: int, heads: int = 9, dim: int = 64, keys: int = 32):
     torch.manual_seed(count)
     query = torch.randn(rows, heads, 1, dim)
     keys_N, values_N = (torch.randn(rows * count, heads, keys, dim) for _ in range(2))
@@ -21,7 +21,7 @@ def segments(rows: int, count: int, heads: int = 9, dim: int = 64, keys: int = 3
 
 def test_merged_segments_are_the_softmax_over_all_keys():
     rows, count = 4, 8
-    query, keys, values, out, lse = segments(rows, count)
+    query, keys, values, out, lse = random_segments(rows, count)
     index = torch.arange(rows * count).view(rows, count)
     merged = merge_segments(out, lse, index, torch.zeros(rows, count, 1, dtype=torch.bool))
     whole = [t.view(rows, count, 9, 32, 64).transpose(1, 2).reshape(rows, 9, -1, 64) for t in (keys, values)]
@@ -32,7 +32,7 @@ def test_merged_segments_are_the_softmax_over_all_keys():
 @pytest.mark.parametrize("heads", [1, 3, 9])
 def test_a_row_has_the_same_bits_beside_a_longer_one(heads):
     for count in range(1, 40):
-        _, _, _, out, lse = segments(4, count, heads, dim=16)
+        _, _, _, out, lse = random_segments(4, count, heads, dim=16)
         merged = []
         for length in range(-(-count // 4) * 4, 64, 4):
             index = torch.zeros(4, length, dtype=torch.long)
@@ -60,7 +60,7 @@ def test_elementwise_results_do_not_depend_on_the_place(function, threads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dim", "tokens"), [(3, 64, 76), (7, 64, 131), (4, 128, 300)])
 def test_a_prompt_segment_has_the_same_bits_for_every_number_of_rows(monkeypatch, native, dtype, heads, dim, tokens):
-    monkeypatch.setattr(attention, "has_native_bfloat16", lambda: native)
+    monkeypatch.setattr(segments, "has_native_bfloat16", lambda: native)
     torch.manual_seed(0)
     query = torch.randn(1, 2, 96 * heads + 64, dim).to(dtype) * 2
     keys, values = (torch.randn(1, 2, tokens, dim).to(dtype) for _ in range(2))

@@ -1,10 +1,11 @@
-"""Linear layers by number of rows: `F.linear`, packed kernels, and packed with siblings fused, in turns.
+"""Linear layers by number of rows: `F.linear`, packed by oneDNN, and what a rollout runs, in turns.
 
     python benchmarks/linear.py --json
 
 Median milliseconds of one pass through all linear layers of a model, and for each kernel the numbers
-of rows (of 1 to 64) at which some row's bits differ from those in a batch of 64. `fused` is what a
-rollout runs: `compute_in` of `linear.py`, where q, k and v, and gate and up, are one product.
+of rows (of 1 to 64) at which some row's bits differ from those in a batch of 64. `own` is the kernel of
+`linear.py` for each layer (compiled where it runs, else oneDNN's), `rollout` the same with q, k and v, and
+gate and up, as one product.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from infinite_sampling.linear import compute_in, has_native_bfloat16, make_kernel
+from infinite_sampling.linear import compute_in, has_native_bfloat16, make_kernel, onednn_kernel
 from infinite_sampling.models import load_model
 from infinite_sampling.run_directory import describe_machine
 
@@ -33,9 +34,10 @@ def kernels(model: torch.nn.Module) -> dict[str, list[tuple[int, object]]]:
         name = str(dtype).removeprefix("torch.")
         weights = [m.weight.detach().to(dtype) for m in layers]
         found[f"F.linear {name}"] = [(w.shape[1], lambda x, w=w: F.linear(x, w)) for w in weights]
-        found[f"packed {name}"] = [(m.in_features, make_kernel(m.weight, m.bias, dtype, dtype)) for m in layers]
+        found[f"onednn {name}"] = [(w.shape[1], onednn_kernel(w, None, dtype)) for w in weights]
+        found[f"own {name}"] = [(m.in_features, make_kernel(m.weight, m.bias, dtype, dtype)) for m in layers]
         with compute_in(model, dtype, None):
-            found[f"fused {name}"] = [(m.in_features, m.forward) for m in layers]
+            found[f"rollout {name}"] = [(m.in_features, m.forward) for m in layers]
     return found
 
 

@@ -59,6 +59,12 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
     if out_dtype in (torch.bfloat16, torch.float32) and native.has_products(weight):
         own = native.PackedWeight(weight, bias)
         return lambda x: own.multiply(x if x.dtype == dtype else x.to(dtype), out_dtype)
+    return onednn_kernel(weight, bias, out_dtype)
+
+
+def onednn_kernel(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Kernel:
+    """What `make_kernel` is without a compiled one, on a CPU; weight and bias have one dtype."""
+    dtype = weight.dtype
     is_native = dtype == torch.bfloat16 and has_native_bfloat16()
     work_dtype = dtype if is_native else torch.float32
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -105,7 +105,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 
     Raises ConfigError where it cannot be loaded.
     """
-    gguf = _packaged_gguf() if name == SMOLLM2 and revision is None else None
+    gguf = packaged_gguf() if name == SMOLLM2 and revision is None else None
     if gguf is not None and not _is_whole(_cache_folder(gguf)):
         return _gguf_config(gguf)
     return _load(
@@ -134,7 +134,7 @@ def _resolve(name: str, revision: str | None) -> tuple[str, str]:
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"a model must be named by 'smollm2', a local folder or a hub id, got {name!r}")
     if name == SMOLLM2:
-        gguf = _packaged_gguf() if revision is None else None
+        gguf = packaged_gguf() if revision is None else None
         if gguf is not None:
             return str(_converted(gguf)), f"the weights of the installed package {_PACKAGE}"
         absent = "" if revision else f"the package {_PACKAGE} (not installed) and "
@@ -154,7 +154,7 @@ def _resolve(name: str, revision: str | None) -> tuple[str, str]:
     return name, f"a local folder {name} (there is none) and {name} on the hub"
 
 
-def _packaged_gguf() -> Path | None:
+def packaged_gguf() -> Path | None:
     """The weights inside the package, found without importing it: its imports are not needed."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:

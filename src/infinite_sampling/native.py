@@ -240,14 +240,15 @@ class PackedWeight:
         self._bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
         self._packed, self._outputs, self._inputs = torch.empty_like(weight), *weight.shape
         self._multiply = _library().multiply_packed
-        weight = weight.contiguous()
+        weight = weight.contiguous()  # by name, so that a copy lives as long as its address is used
         _library().pack_weight(weight.data_ptr(), self._packed.data_ptr(), *weight.shape)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """X (..., K) @ weight.T + bias -> (..., N), summed in float32, for bfloat16 x. Raises MemoryError."""
+        x = x.contiguous()
         out = torch.empty(*x.shape[:-1], self._outputs, dtype=out_dtype)
         failed = self._multiply(
-            x.contiguous().data_ptr(),
+            x.data_ptr(),
             x.numel() // self._inputs,
             self._inputs,
             self._packed.data_ptr(),

@@ -53,6 +53,12 @@ def is_running() -> bool:
     return getattr(_running, "context", None) is not None
 
 
+def decoding() -> DecodeContext | None:
+    """The decoding forward of this thread whose rows attend by the compiled kernel, if it is in one."""
+    context = getattr(_running, "context", None)
+    return context if isinstance(context, DecodeContext) and context.tables is not None else None
+
+
 def attention_forward(
     module: Any,
     query: Tensor,
@@ -147,12 +153,14 @@ class DecodeContext:
             )
         prompts = [pages.prompts[pages.prompt_of_slot[int(slot)]] for slot in slots_R]
         self.prompt_tokens_R = np.array([prompt.num_tokens for prompt in prompts], dtype=np.int64)
-        self._tables: native.RowTables | None = None
+        self.tables: native.RowTables | None = None
+        self.rules: dict[int, ScoreRule] = {}
+        """Of the layers that attended by the compiled kernel."""
         if native.supports(device, dtype):
             first_R = np.array([prompt.first for prompt in prompts[:num_real]], dtype=np.int64)
             real = slice(num_real)
             page_RJ = pages.table_SJ[slots_R[real], : int(local_R.max()) // pages.page_tokens + 1]
-            self._tables = native.RowTables(
+            self.tables = native.RowTables(
                 page_RJ, local_R[real], first_R, self.prompt_tokens_R[real], pages.page_tokens
             )
         self._rows = (slots_R, local_R, num_real, device, dtype)
@@ -161,16 +169,17 @@ class DecodeContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
         """Attend rows (R, Hq, 1, D); returns (R, 1, Hq, D)."""
         dims = (query.shape[-1], value.shape[-1])
-        if self._tables is None or not native.supports_width(*dims):
+        if self.tables is None or not native.supports_width(*dims):
             self._segments = self._segments or SegmentContext(self.pool, *self._rows)
             return self._segments.attend(layer, query, key, value, rule)
         query, key, value = (
             t[:, :, 0] if t.dtype == self.dtype else t[:, :, 0].to(self.dtype) for t in (query, key, value)
         )
         keys, values = self.pool.layer(layer, key, value)
+        self.rules[layer] = rule
         out = query.new_empty(*query.shape[:2], dims[1])
         out[self.num_real :] = 0
-        native.decode_attention(self._tables, query.contiguous(), key, value, keys, values, *rule, out)
+        native.decode_attention(self.tables, query.contiguous(), key, value, keys, values, *rule, out)
         return out[:, None]
 
 

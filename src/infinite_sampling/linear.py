@@ -16,7 +16,7 @@ rounded once, which is what a bfloat16 unit does, and faster than emulation (doc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -57,8 +57,7 @@ def make_kernel(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dty
     if weight.device.type != "cpu" or not has_packing():
         return lambda x: F.linear(x.to(dtype), weight, bias).to(out_dtype)
     if out_dtype in (torch.bfloat16, torch.float32) and native.has_products(weight):
-        own = native.PackedWeight(weight, bias)
-        return lambda x: own.multiply(x if x.dtype == dtype else x.to(dtype), out_dtype)
+        return native.PackedWeight(weight, bias, out_dtype)
     return onednn_kernel(weight, bias, out_dtype)
 
 
@@ -117,19 +116,24 @@ def _groups(model: nn.Module, dtype: torch.dtype) -> list[list[nn.Linear]]:
     return list(groups.values())
 
 
-def _replacements(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> Iterator[tuple[Any, Kernel]]:
-    """Each plain linear layer of `model` and what computes it in `dtype`."""
+def _replacements(
+    model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None, kernels: dict[nn.Module, Kernel]
+) -> Iterator[tuple[Any, Kernel]]:
+    """Each plain linear layer of `model` and its forward in `dtype`; its kernel, siblings' in common, in `kernels`."""
     for modules in _groups(model, dtype):
         module, bias = modules[0], None
         if len(modules) == 1:
             out_dtype = torch.float32 if module is output_head else dtype
-            yield module, make_kernel(module.weight, module.bias, dtype, out_dtype)
+            kernels[module] = make_kernel(module.weight, module.bias, dtype, out_dtype)
+            yield module, kernels[module]
             continue
         if any(m.bias is not None for m in modules):
             bias = torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules])
         weight = torch.cat([m.weight.detach().to(dtype) for m in modules])
-        siblings = _Siblings(make_kernel(weight, bias, dtype, dtype), [m.out_features for m in modules])
+        kernel = make_kernel(weight, bias, dtype, dtype)
+        siblings = _Siblings(kernel, [m.out_features for m in modules])
         for index, module in enumerate(modules):
+            kernels[module] = kernel
             yield module, partial(siblings.part, index)
 
 
@@ -142,12 +146,17 @@ def row_dependent_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known and "lora_" not in name]
 
 
-def compute_in(model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None) -> AbstractContextManager[None]:
-    """Run every plain `nn.Linear` of `model` in `dtype`.
+@contextmanager
+def compute_in(
+    model: nn.Module, dtype: torch.dtype, output_head: nn.Module | None
+) -> Iterator[dict[nn.Module, Kernel]]:
+    """Run every plain `nn.Linear` of `model` in `dtype`; gives what computes each.
 
     Subclasses (quantised layers) keep their own forward. All is put back on exit.
     """
-    return replaced_forwards(_replacements(model, dtype, output_head))
+    kernels: dict[nn.Module, Kernel] = {}
+    with replaced_forwards(_replacements(model, dtype, output_head, kernels)):
+        yield kernels
 
 
 @contextmanager

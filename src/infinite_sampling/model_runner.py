@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infinite_sampling import attention, linear, small_layers
+from infinite_sampling import attention, decoder_layers, linear, small_layers
 from infinite_sampling.attention import DecodeContext, PrefillContext
 from infinite_sampling.config import ConfigError, RolloutConfig
 from infinite_sampling.kv_pool import KVPool, pad_rows
@@ -100,8 +100,9 @@ class ModelRunner:
             for config in configs:
                 config._attn_implementation = attention.IMPLEMENTATION
             head = self.model.get_output_embeddings()
-            stack.enter_context(linear.compute_in(self.model, self.dtype, head))
+            kernels = stack.enter_context(linear.compute_in(self.model, self.dtype, head))
             stack.enter_context(small_layers.on_kernels(self.model, self.dtype))
+            stack.enter_context(decoder_layers.on_kernels(self.model, kernels))
             yield
 
     @torch.no_grad()

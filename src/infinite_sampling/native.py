@@ -47,6 +47,8 @@ _SIGNATURES = {
     "has_products": "",
     "pack_weight": "ppii",
     "multiply_packed": "piipippi",
+    "decoder_layer": "ppppppip",
+    "decoder_scratch": "pp",
 }
 """Arguments of the C functions: pointers, integers, floats."""
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -70,6 +72,17 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "key_dim", "value_dim", "is_bfloat16", "window")),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+    ]
+
+
+class _Weights(ctypes.Structure):
+    """`Weights` in the C file."""
+
+    _fields_ = [
+        *((f"{name}{part}", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down") for part in ("", "_bias")),
+        *((name, ctypes.c_void_p) for name in ("first_norm", "second_norm")),
+        *((name, ctypes.c_int64) for name in ("width", "inner")),
+        *((name, ctypes.c_float) for name in ("first_epsilon", "second_epsilon")),
     ]
 
 
@@ -114,19 +127,7 @@ def decode_attention(
     The first R rows of `query` and of `out` (rows, Hq, Dv), both contiguous, are used. All tensors have
     one dtype. Raises MemoryError.
     """
-    kv_heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
-    layer = _Layer(
-        keys.data_ptr(),
-        values.data_ptr(),
-        kv_heads,
-        query.shape[1] // kv_heads,
-        key_dim,
-        value_dim,
-        keys.dtype == torch.bfloat16,
-        window or 0,
-        scale,
-        softcap or 0.0,
-    )
+    layer = _layer(keys, values, query.shape[1], scale, window, softcap)
     failed = _library().decode_attention(
         ctypes.byref(tables.rows),
         ctypes.byref(layer),
@@ -141,6 +142,14 @@ def decode_attention(
     )
     if failed:
         raise MemoryError("no memory for the scores of a row")
+
+
+def _layer(
+    keys: Tensor, values: Tensor, query_heads: int, scale: float, window: int | None, softcap: float | None
+) -> _Layer:
+    kv_heads, is_bfloat16 = keys.shape[1], keys.dtype == torch.bfloat16
+    shapes = (kv_heads, query_heads // kv_heads, keys.shape[3], values.shape[3])
+    return _Layer(keys.data_ptr(), values.data_ptr(), *shapes, is_bfloat16, window or 0, scale, softcap or 0.0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, of_one: bool) -> Tensor:
@@ -234,31 +243,109 @@ def has_products(weight: Tensor) -> bool:
 
 
 class PackedWeight:
-    """A bfloat16 weight (N, K) in the order in which a product reads it; ask `has_products` first."""
+    """A bfloat16 weight (N, K) in the order in which a product reads it, and that product.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
-        self._packed, self._outputs, self._inputs = torch.empty_like(weight), *weight.shape
+    Ask `has_products` first. Outputs are summed in float32 and rounded to `out_dtype`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+        self.bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
+        self.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.outputs, self.inputs = weight.shape
+        self.out_dtype = out_dtype
         self._multiply = _library().multiply_packed
-        weight = weight.contiguous()  # by name, so that a copy lives as long as its address is used
-        _library().pack_weight(weight.data_ptr(), self._packed.data_ptr(), *weight.shape)
+        weight = weight.contiguous()  # by name, so that the copy lives as long as its address is used
+        _library().pack_weight(weight.data_ptr(), self.data.data_ptr(), *weight.shape)
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """X (..., K) @ weight.T + bias -> (..., N), summed in float32, for bfloat16 x. Raises MemoryError."""
-        x = x.contiguous()
-        out = torch.empty(*x.shape[:-1], self._outputs, dtype=out_dtype)
+    def __call__(self, x: Tensor) -> Tensor:
+        """X (..., K) @ weight.T + bias -> (..., N). Raises MemoryError."""
+        x = (x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)).contiguous()
+        out = torch.empty(*x.shape[:-1], self.outputs, dtype=self.out_dtype)
         failed = self._multiply(
             x.data_ptr(),
-            x.numel() // self._inputs,
-            self._inputs,
-            self._packed.data_ptr(),
-            self._outputs,
-            None if self._bias is None else self._bias.data_ptr(),
+            x.numel() // self.inputs,
+            self.inputs,
+            self.data.data_ptr(),
+            self.outputs,
+            None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(),
-            out_dtype == torch.bfloat16,
+            self.out_dtype == torch.bfloat16,
         )
         if failed:
             raise MemoryError("no memory for the rows of a product")
+        return out
+
+
+class DecoderWeights:
+    """All of a decoder layer of the Llama kind: its products (qkv, out, gate and up, down) and its two norms.
+
+    Args:
+        norms: weights (H,) in bfloat16 and epsilons, before attention and before the MLP.
+    """
+
+    def __init__(self, products: list[PackedWeight], norms: list[tuple[Tensor, float]]) -> None:
+        self._products, self._norms = products, norms  # the structure holds their addresses only
+        self._width, self._inner = products[0].inputs, products[3].inputs
+        addresses = [t if t is None else t.data_ptr() for p in products for t in (p.data, p.bias)]
+        (first, first_epsilon), (second, second_epsilon) = norms
+        self._weights = _Weights(
+            *addresses, first.data_ptr(), second.data_ptr(), self._width, self._inner, first_epsilon, second_epsilon
+        )
+
+    def fit(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether shapes and dtypes are those of one layer that keeps these keys and values."""
+        qkv, out, gate_up, down = self._products
+        (_, kv_heads, _, key_dim), value_dim, width = keys.shape, values.shape[3], self._width
+        heads = out.inputs // value_dim
+        sides = [
+            ((heads + kv_heads) * key_dim + kv_heads * value_dim, width),
+            (width, heads * value_dim),
+            (2 * self._inner, width),
+            (width, self._inner),
+        ]
+        dtypes = {keys.dtype, values.dtype, *(p.out_dtype for p in self._products), *(w.dtype for w, _ in self._norms)}
+        return (
+            [(p.outputs, p.inputs) for p in (qkv, out, gate_up, down)] == sides
+            and all(w.shape == (width,) for w, _ in self._norms)
+            and dtypes == {torch.bfloat16}
+            and heads % kv_heads == 0
+            and supports_width(key_dim // 2, value_dim)
+        )
+
+    def run(
+        self,
+        tables: RowTables,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """The layer's output for hidden (R, 1, H) under cos and sin (R, 1, D), over a pool's keys and values.
+
+        All bfloat16; the first rows are those of `tables`, the rest padding. Raises MemoryError.
+        """
+        query_heads = self._products[1].inputs // values.shape[3]
+        layer = _layer(keys, values, query_heads, scale, window, softcap)
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        at, weights = ctypes.byref(layer), ctypes.byref(self._weights)
+        scratch = torch.empty(len(out) * _library().decoder_scratch(at, weights), dtype=torch.bfloat16)
+        failed = _library().decoder_layer(
+            ctypes.byref(tables.rows),
+            at,
+            weights,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+            len(out),
+            scratch.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the rows of a layer")
         return out
 
 

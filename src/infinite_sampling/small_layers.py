@@ -56,7 +56,7 @@ def _replacements(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Mod
         variants: tuple[Callable[[Any], Forward], ...]
         if "forward" in module.__dict__:
             continue
-        if _is_norm(module):
+        if is_norm(module):
             key = (type(module), module.weight.dtype, module.weight.shape)
             variants = (partial(_norm_forward, of_one=False), partial(_norm_forward, of_one=True))
             width, rows_dtype = len(module.weight), module.weight.dtype
@@ -88,7 +88,8 @@ def _are_close(got: Tensor, expected: Tensor) -> bool:
     return bool(((got - expected).abs() <= _ROUNDING[got.dtype] * most).all())
 
 
-def _is_norm(module: Any) -> bool:
+def is_norm(module: Any) -> bool:
+    """Whether a module looks like one that the norm kernel computes."""
     weight = getattr(module, "weight", None)
     return (
         isinstance(weight, nn.Parameter)
@@ -96,16 +97,17 @@ def _is_norm(module: Any) -> bool:
         and len(list(module.parameters())) == 1
         and weight.dtype in _ROUNDING
         and native.supports_width(len(weight))
-        and isinstance(_epsilon(module), float)
+        and isinstance(epsilon_of(module), float)
     )
 
 
-def _epsilon(module: Any) -> Any:
+def epsilon_of(module: Any) -> Any:
+    """A norm's epsilon, by any of its names; None without."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _norm_forward(module: Any, of_one: bool) -> Forward:
-    weight, epsilon, own = module.weight.detach(), _epsilon(module), module.forward
+    weight, epsilon, own = module.weight.detach(), epsilon_of(module), module.forward
 
     def forward(x: Tensor) -> Tensor:
         if x.dtype != weight.dtype or not x.is_contiguous():

@@ -141,14 +141,14 @@ def test_a_packed_product_is_exact_and_its_rows_are_independent(outputs, inputs,
     if not native.has_products(weight):
         pytest.skip("this CPU does not multiply bfloat16")
     added = torch.randn(outputs, generator=generator).bfloat16() if bias else None
-    packed = native.PackedWeight(weight, added)
+    packed = native.PackedWeight(weight, added, out_dtype)
     x = torch.randn(75, inputs, generator=generator).bfloat16()
-    whole = packed.multiply(x, out_dtype)
+    whole = packed(x)
     expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
     assert (whole.double() - expected).abs().max() <= ROUNDING[out_dtype] * expected.abs().max() * 2
     for rows in (1, 2, 3, 4, 5, 8, 13, 16, 20, 31, 32, 33, 64):
-        assert torch.equal(packed.multiply(x[:rows], out_dtype), whole[:rows]), rows
-        assert torch.equal(packed.multiply(x[-rows:], out_dtype), whole[-rows:]), rows
+        assert torch.equal(packed(x[:rows]), whole[:rows]), rows
+        assert torch.equal(packed(x[-rows:]), whole[-rows:]), rows
 
 
 def test_a_product_takes_only_what_it_can():

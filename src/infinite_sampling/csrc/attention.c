@@ -6,33 +6,11 @@
  * its prompt's length and its own: a row's bits do not depend on its batch mates, on where its pages
  * lie, or on the number of threads.
  */
-#include "vectors.h"
+#include "kernels.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
-
-/* The tables of one forward; the same for all its layers (mirrored in native.py). */
-typedef struct {
-    int64_t num_rows;
-    int64_t max_pages;
-    int64_t page_tokens;
-    const int64_t *page_RJ;          /* (num_rows, max_pages) pages of the row's own tokens */
-    const int64_t *local_R;          /* index of the row's token among its own, from 0 */
-    const int64_t *prompt_page_R;    /* first page of the row's prompt */
-    const int64_t *prompt_tokens_R;
-} Rows;
-
-/* One layer: its pool, its shapes, its rule of scores (mirrored in native.py). */
-typedef struct {
-    void *keys;                      /* (pages, kv_heads, page_tokens, key_dim) */
-    void *values;                    /* (pages, kv_heads, page_tokens, value_dim) */
-    int64_t kv_heads, groups, key_dim, value_dim;
-    int64_t is_bfloat16;             /* of every tensor; else float32 */
-    int64_t window;                  /* tokens seen back, the own included; 0 sees all */
-    float scale;
-    float softcap;                   /* 0: none */
-} Layer;
 
 INLINE floats softcapped(floats score, float cap) {
     floats x = score / cap;

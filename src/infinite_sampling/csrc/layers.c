@@ -3,27 +3,41 @@
  * Every function rounds to bfloat16 where transformers' own layers do, and each row is computed alone.
  * Widths are multiples of 16; strides are in elements.
  */
-#include "vectors.h"
+#include "kernels.h"
 
 /* Rows below which a second thread costs more than it saves. */
 #define SERIAL_ROWS 8
+
+INLINE void norm_row(const void *x, const void *weight, void *out, int64_t row, int64_t width, float epsilon,
+                     int64_t of_one, int64_t bf16) {
+    floats squares = splat(0);
+    for (int64_t d = 0; d < width; d += LANES) {
+        floats v = load(x, row * width + d, bf16);
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares) / width + epsilon);
+    for (int64_t d = 0; d < width; d += LANES) {
+        floats v = load(x, row * width + d, bf16) * scale, w = load(weight, d, bf16);
+        v = of_one ? v * (1.0f + w) : rounded(v, bf16) * w;
+        store(out, row * width + d, v, bf16);
+    }
+}
 
 /* out = x / sqrt(mean(x^2) + epsilon), times weight (of_one: times 1 + weight, rounded once), for contiguous rows. */
 void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t width, float epsilon, int64_t of_one,
               int64_t bf16) {
 #pragma omp parallel for if (rows > SERIAL_ROWS)
+    for (int64_t row = 0; row < rows; row++) norm_row(x, weight, out, row, width, epsilon, of_one, bf16);
+}
+
+/* x += added, then out = the norm of x; without a weight only the sum. */
+void add_rms_norm(void *x, const void *added, const void *weight, void *out, int64_t rows, int64_t width, float epsilon,
+                  int64_t of_one, int64_t bf16) {
+#pragma omp parallel for if (rows > SERIAL_ROWS)
     for (int64_t row = 0; row < rows; row++) {
-        floats squares = splat(0);
-        for (int64_t d = 0; d < width; d += LANES) {
-            floats v = load(x, row * width + d, bf16);
-            squares += v * v;
-        }
-        float scale = 1.0f / sqrtf(sum_of(squares) / width + epsilon);
-        for (int64_t d = 0; d < width; d += LANES) {
-            floats v = load(x, row * width + d, bf16) * scale, w = load(weight, d, bf16);
-            v = of_one ? v * (1.0f + w) : rounded(v, bf16) * w;
-            store(out, row * width + d, v, bf16);
-        }
+        for (int64_t d = row * width; d < (row + 1) * width; d += LANES)
+            store(x, d, load(x, d, bf16) + load(added, d, bf16), bf16);
+        if (weight) norm_row(x, weight, out, row, width, epsilon, of_one, bf16);
     }
 }
 
@@ -44,6 +58,7 @@ void silu_multiply(const void *gate, int64_t gate_stride, const void *up, int64_
 void rotate(const void *x, int64_t row_stride, int64_t head_stride, const void *cos, const void *sin, void *out,
             int64_t rows, int64_t heads, int64_t width, int64_t bf16) {
     int64_t half = width / 2;
+#pragma omp parallel for if (rows > SERIAL_ROWS)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t d = 0; d < half; d += LANES) {

@@ -6,7 +6,7 @@
  * A row's sums run over the inputs in order whatever the number of rows, so its bits do not depend on its
  * batch mates.
  */
-#include "vectors.h"
+#include "kernels.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #define HAS_TILES 1

@@ -84,9 +84,7 @@ class _DecoderLayer:
     def _agrees(self, context: DecodeContext, hidden: Tensor, angles: tuple[Tensor, Tensor], expected: Any) -> bool:
         assert self._weights is not None
         keys, values = context.pool.keys_L[self._index], context.pool.values_L[self._index]
-        shape = (*hidden.shape[:2], keys.shape[3])
-        are_bfloat16 = all(t.dtype == torch.bfloat16 for t in (hidden, *angles))
-        if not are_bfloat16 or any(t.shape != shape for t in angles) or not self._weights.fit(keys, values):
+        if not self._weights.fit(hidden, *angles, keys, values):
             return False
         self._rule = context.rules[self._index]
         return torch.equal(self._run(context, hidden, angles), expected)

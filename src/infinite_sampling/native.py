@@ -38,9 +38,9 @@ _TILE_SIDE = 32
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "u": ctypes.c_uint64, "f": ctypes.c_float}
 _SIGNATURES = {
     "decode_attention": "ppppiipiip",
-    "rms_norm": "pppiifii",
+    "rms_norm": "pppiifiii",
     "silu_multiply": "pipipiii",
-    "rotate": "piipppiiii",
+    "rotate": "piipppiiiii",
     "philox_words": "pipppupii",
     "softmax_weights": "ppfpii",
     "has_tiles": "",
@@ -81,7 +81,7 @@ class _Weights(ctypes.Structure):
     _fields_ = [
         *((f"{name}{part}", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down") for part in ("", "_bias")),
         *((name, ctypes.c_void_p) for name in ("first_norm", "second_norm")),
-        *((name, ctypes.c_int64) for name in ("width", "inner")),
+        *((name, ctypes.c_int64) for name in ("width", "inner", "stream_bf16")),
         *((name, ctypes.c_float) for name in ("first_epsilon", "second_epsilon")),
     ]
 
@@ -165,6 +165,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, of_one: bool) -> Tensor:
         epsilon,
         of_one,
         x.dtype == torch.bfloat16,
+        x.dtype == torch.bfloat16,
     )
     return out
 
@@ -187,7 +188,10 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """X (R, H, D) * cos (R, D) + rotate_half(x) * sin (R, D); x with any strides before the last axis."""
+    """X (R, H, D) * cos (R, D) + rotate_half(x) * sin (R, D) in the dtype of x, with any strides before its last axis.
+
+    `cos` and `sin` are contiguous, of one dtype: x's or float32.
+    """
     rows, heads, width = x.shape
     out = torch.empty(rows, heads, width, dtype=x.dtype)
     _library().rotate(
@@ -201,6 +205,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads,
         width,
         x.dtype == torch.bfloat16,
+        cos.dtype == torch.bfloat16,
     )
     return out
 
@@ -280,7 +285,7 @@ class DecoderWeights:
     """All of a decoder layer of the Llama kind: its products (qkv, out, gate and up, down) and its two norms.
 
     Args:
-        norms: weights (H,) in bfloat16 and epsilons, before attention and before the MLP.
+        norms: weights (H,) and epsilons, before attention and before the MLP.
     """
 
     def __init__(self, products: list[PackedWeight], norms: list[tuple[Tensor, float]]) -> None:
@@ -289,10 +294,17 @@ class DecoderWeights:
         addresses = [t if t is None else t.data_ptr() for p in products for t in (p.data, p.bias)]
         (first, first_epsilon), (second, second_epsilon) = norms
         self._weights = _Weights(
-            *addresses, first.data_ptr(), second.data_ptr(), self._width, self._inner, first_epsilon, second_epsilon
+            *addresses,
+            first.data_ptr(),
+            second.data_ptr(),
+            self._width,
+            self._inner,
+            first.dtype == torch.bfloat16,
+            first_epsilon,
+            second_epsilon,
         )
 
-    def fit(self, keys: Tensor, values: Tensor) -> bool:
+    def fit(self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether shapes and dtypes are those of one layer that keeps these keys and values."""
         qkv, out, gate_up, down = self._products
         (_, kv_heads, _, key_dim), value_dim, width = keys.shape, values.shape[3], self._width
@@ -303,11 +315,15 @@ class DecoderWeights:
             (2 * self._inner, width),
             (width, self._inner),
         ]
-        dtypes = {keys.dtype, values.dtype, *(p.out_dtype for p in self._products), *(w.dtype for w, _ in self._norms)}
+        dtypes = {keys.dtype, values.dtype, *(p.out_dtype for p in self._products)}
+        stream = {hidden.dtype, cos.dtype, sin.dtype, *(weight.dtype for weight, _ in self._norms)}
         return (
-            [(p.outputs, p.inputs) for p in (qkv, out, gate_up, down)] == sides
+            dtypes == {torch.bfloat16}
+            and len(stream) == 1
+            and stream <= set(_DTYPES)
+            and cos.shape == sin.shape == (len(hidden), 1, key_dim)
+            and [(p.outputs, p.inputs) for p in (qkv, out, gate_up, down)] == sides
             and all(w.shape == (width,) for w, _ in self._norms)
-            and dtypes == {torch.bfloat16}
             and heads % kv_heads == 0
             and supports_width(key_dim // 2, value_dim)
         )
@@ -326,7 +342,7 @@ class DecoderWeights:
     ) -> Tensor:
         """The layer's output for hidden (R, 1, H) under cos and sin (R, 1, D), over a pool's keys and values.
 
-        All bfloat16; the first rows are those of `tables`, the rest padding. Raises MemoryError.
+        The first rows are those of `tables`, the rest padding. Raises MemoryError.
         """
         query_heads = self._products[1].inputs // values.shape[3]
         layer = _layer(keys, values, query_heads, scale, window, softcap)

@@ -139,11 +139,15 @@ def _gated_forward(module: Any) -> Forward:
 
 def _rotates_alike(own: Rotary, dtype: torch.dtype) -> bool:
     """Whether a family's rotary function is the one that the kernel computes."""
-    q, k, cos, sin = (_made_up(2, heads, 1, 64).to(dtype) for heads in (3, 1, 1, 1))
-    q, k, cos, sin = q * 3, k * 5, cos[:, 0], sin[:, 0] * 0.5
+    q, k = (_made_up(2, heads, 1, 64).to(dtype) * heads for heads in (3, 5))
+    angles = _made_up(2, 1, 64), _made_up(2, 1, 64) * 0.5
     try:
-        pairs = zip(own(q, k, cos, sin), _rotate(q, k, cos, sin), strict=True)
-        return all(_are_close(got, expected) for expected, got in pairs)
+        for angles_dtype in {dtype, torch.float32}:
+            cos, sin = (angle.to(angles_dtype) for angle in angles)
+            pairs = zip(own(q, k, cos, sin), _rotate(q, k, cos, sin), strict=True)
+            if not all(_are_close(got, expected) for expected, got in pairs):
+                return False
+        return True
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -180,7 +184,8 @@ def _decoding_rotary(own: Rotary) -> Rotary:
             and not (args or kwargs)
             and q.shape[2] == 1
             and cos.shape == (q.shape[0], 1, q.shape[3])
-            and q.dtype == k.dtype == cos.dtype
+            and q.dtype == k.dtype
+            and cos.dtype in (q.dtype, torch.float32)
             and q.dtype in _ROUNDING
             and native.supports_width(q.shape[3] // 2)
             and q.shape[3] % 2 == 0

@@ -41,13 +41,14 @@ def decode(model, **settings):
     return [(c.token_ids, c.logprobs) for c in rollout]
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_compiled_layer_changes_no_bit(family, agreed, monkeypatch):
-    model = make_wide(family)
-    compiled = decode(model)
+def test_a_compiled_layer_changes_no_bit(family, weights, agreed, monkeypatch):
+    model = make_wide(family, weights)
+    compiled = decode(model, dtype="bfloat16")
     assert sum(agreed) == LLAMA_KIND.get(family, 0)
     monkeypatch.setattr(decoder_layers, "_weights_of", lambda layer, kernels: None)
-    assert decode(model) == compiled
+    assert decode(model, dtype="bfloat16") == compiled
 
 
 def test_a_layer_of_another_kind_is_left_alone(agreed):
@@ -74,7 +75,6 @@ def test_a_layer_whose_parts_are_watched_keeps_its_own_code(agreed):
     assert agreed == [True] * (len(model.model.layers) - 1)
 
 
-def test_float32_layers_keep_their_own_code(agreed):
+def test_products_in_float32_keep_the_layers_own_code(agreed):
     decode(make_wide("llama", torch.float32))
-    decode(make_wide("llama", torch.float32), dtype="bfloat16")
-    assert not any(agreed)
+    assert not agreed

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.llama import modeling_llama
 
 from engine.families import make_model
 from infinite_sampling import native, small_layers
@@ -171,6 +172,20 @@ def test_small_layers_are_those_of_the_models(dtype):
         assert {name: m.__dict__.get("forward") for name, m in model.named_modules()} == own
         tolerance = 1e-4 if dtype == torch.float32 else 0.1
         assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "angles"), [(dtype, angles) for dtype in DTYPES for angles in {dtype, torch.float32}], ids=str
+)
+def test_rotations_are_those_of_the_models(dtype, angles):
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(11, heads, 1, 64, generator=generator).to(dtype) for heads in (6, 2))
+    turn = torch.rand(11, 1, 64, generator=generator) * 6
+    expected = modeling_llama.apply_rotary_pos_emb(q, k, turn.cos().to(angles), turn.sin().to(angles))
+    for x, by_model in zip((q, k), expected, strict=True):
+        got = native.rotate(x[:, :, 0], turn.cos().to(angles), turn.sin().to(angles))
+        assert got.dtype == dtype
+        assert (got - by_model[:, :, 0]).abs().max() <= ROUNDING[dtype] * 4
 
 
 def test_a_layer_that_computes_something_else_stays_as_it_is():

@@ -27,12 +27,12 @@ int decode_attention(const Rows *rows, const Layer *layer, const void *query, co
                      int64_t key_head_stride, const void *value, int64_t value_row_stride, int64_t value_head_stride,
                      void *out);
 void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t width, float epsilon, int64_t of_one,
-              int64_t bf16);
+              int64_t bf16, int64_t out_bf16);
 void add_rms_norm(void *x, const void *added, const void *weight, void *out, int64_t rows, int64_t width, float epsilon,
-                  int64_t of_one, int64_t bf16);
+                  int64_t bf16);
 void silu_multiply(const void *gate, int64_t gate_stride, const void *up, int64_t up_stride, void *out, int64_t rows,
                    int64_t width, int64_t bf16);
 void rotate(const void *x, int64_t row_stride, int64_t head_stride, const void *cos, const void *sin, void *out,
-            int64_t rows, int64_t heads, int64_t width, int64_t bf16);
+            int64_t rows, int64_t heads, int64_t width, int64_t bf16, int64_t angles_bf16);
 int multiply_packed(const uint16_t *x, int64_t rows, int64_t inputs, const uint16_t *packed, int64_t outputs,
                     const uint16_t *bias, void *out, int64_t out_bf16);
